@@ -273,7 +273,8 @@ const KINDS: [Kind; 6] = [
     Kind::GrpcRoute,
 ];
 
-/// The kinds to which authorizations of other namespaces can refer. They are listed in all namespaces.
+/// The kinds to which authorizations refer. The referenced objects can be in other namespaces, so these kinds are listed in all
+/// namespaces.
 const REFERENCED_KINDS: [Kind; 2] = [Kind::MeshTlsAuthentication, Kind::NetworkAuthentication];
 
 const TITLES: [&str; 4] = ["ROUTE", "SERVER", "AUTHORIZATION_POLICY", "SERVER_AUTHORIZATION"];
@@ -391,14 +392,19 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
 
     #[test]
     fn the_older_of_two_servers_of_one_port_applies() {
+        let server_created_at = |name: &str, seconds: i64| {
+            let mut server = server(name, "web", 80);
+            server.meta_mut().created_at = Some(seconds);
+            server
+        };
         let objects = vec![
-            server("b", "web", 80),
-            server("a", "web", 80),
+            server_created_at("a", 2),
+            server_created_at("b", 1),
             policy("of-a", target("policy.linkerd.io", "Server", "a")),
             policy("of-b", target("policy.linkerd.io", "Server", "b")),
         ];
         let shown = render_table(objects, pod("web", &[80]));
-        assert!(shown.contains("of-a") && !shown.contains("of-b"), "{shown}");
+        assert!(shown.contains("of-b") && !shown.contains("of-a"), "{shown}");
     }
 
     #[test]

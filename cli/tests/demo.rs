@@ -103,8 +103,8 @@ fn only_permitted_traffic_passes_and_the_demo_leaves_nothing_behind() {
         .unwrap()
         .iter()
         .map(|problem| problem.as_str().unwrap());
-    // On a busy machine, every replica can be slow and requests can be sent late. Tests with simulated time check how requests are
-    // distributed to replicas.
+    // On a busy machine, every replica can be slow, and requests can remain unsent because all connections are busy. Tests with
+    // simulated time check how requests are distributed to replicas.
     let problems: Vec<_> = problems
         .filter(|problem| !problem.starts_with("slow replica") && !problem.contains("requests were not sent"))
         .collect();

@@ -268,8 +268,9 @@ fn all_pods_are_schedulable(snapshot: &Snapshot) -> CheckResult {
         return Ok(());
     }
     Err(error(
-        listing("no node has room for these pods:", &unschedulable),
-        "add nodes or free resources; kubectl get nodes lists the nodes",
+        listing("these pods cannot be scheduled:", &unschedulable),
+        "fix the cause that the message gives, such as missing resources, taints or node selectors; kubectl get nodes \
+         lists the nodes",
     ))
 }
 

@@ -34,6 +34,10 @@ pub(super) fn data_plane() -> Category {
             Check::new("data plane pod labels are configured correctly", pod_labels),
             Check::new("data plane service labels are configured correctly", service_labels),
             Check::new("data plane annotations are configured correctly", annotations),
+            Check::new(
+                "members of Redis Clusters see the addresses of their peers",
+                redis_clusters,
+            ),
         ],
     }
 }
@@ -375,6 +379,47 @@ fn annotations(snapshot: &Snapshot) -> CheckResult {
         listing("annotations:", &wrong),
         "set the expected values with kubectl annotate --overwrite",
     ))
+}
+
+/// A member of a Redis Cluster takes the addresses of its peers from their connections. In the inbound mode `redirect`, these have
+/// the address of its own pod.
+fn redis_clusters(snapshot: &Snapshot) -> CheckResult {
+    let mut pods = meshed_pods(snapshot)?;
+    pods.retain(|pod| is_redis_cluster_member(pod) && !preserves_client_addresses(pod));
+    if pods.is_empty() {
+        return Ok(());
+    }
+    Err(warning(
+        listing(
+            "these pods do not see the addresses of their peers, and find no other member:",
+            &full_names(&pods),
+        ),
+        format!("annotate their pod template with {}=tproxy", annotation::INBOUND_MODE),
+    ))
+}
+
+/// Whether a container is a Redis server in the cluster mode that does not announce an address of its own. Settings in configuration
+/// files are not known.
+fn is_redis_cluster_member(pod: &Pod) -> bool {
+    let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
+    containers.into_iter().any(|container| {
+        let texts = container.command.iter().chain(&container.args).flatten();
+        let words: Vec<&str> = texts.flat_map(|text| text.split([' ', '\n', '=', '\'', '"'])).collect();
+        let is_enabled = words
+            .windows(2)
+            .any(|pair| pair[0].ends_with("cluster-enabled") && pair[1] == "yes");
+        is_enabled && !words.iter().any(|word| word.ends_with("cluster-announce-ip"))
+    })
+}
+
+/// Whether the inbound mode of the pod is `tproxy`, for which the proxy has a capability.
+fn preserves_client_addresses(pod: &Pod) -> bool {
+    let Some(spec) = &pod.spec else { return false };
+    let mut containers = spec.containers.iter().chain(spec.init_containers.iter().flatten());
+    let added = containers
+        .find(|container| container.name == PROXY)
+        .and_then(|proxy| proxy.security_context.as_ref()?.capabilities.as_ref()?.add.as_ref());
+    added.is_some_and(|added| added.iter().any(|name| name == "NET_RAW"))
 }
 
 fn services(snapshot: &Snapshot) -> Result<Vec<&Service>, Problem> {

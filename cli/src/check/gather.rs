@@ -23,7 +23,8 @@ use crate::certificates::Certificate;
 use crate::kubernetes::{Cluster, forward, reason, resource};
 use crate::{identity, kubernetes};
 
-/// Reads the state that the checks of this mode need.
+/// Lists the objects that the checks of any mode need, and reads what else those of this mode need: permissions, certificates and
+/// the injection audit.
 pub(super) async fn take_snapshot(cluster: Result<&Cluster, &str>, scope: &Scope) -> Snapshot {
     let mut snapshot = Snapshot::empty(scope.clone(), system_time());
     let cluster = match cluster {

@@ -92,7 +92,7 @@ pub(super) async fn build(options: &MeshOptions<'_>, dir: Arc<RunDir>) -> anyhow
     let mut control = starter.start_control(&manifests)?;
     control.wait_until_ready().await?;
 
-    print_progress("redirecting each host's traffic, starting applications and sidecars");
+    print_progress("redirecting the traffic of the workloads, starting applications and sidecars");
     let (mut sidecars, mut apps) = (BTreeMap::new(), BTreeMap::new());
     for workload in &topology.workloads {
         starter.redirect(workload)?;
@@ -122,7 +122,8 @@ pub(super) async fn build(options: &MeshOptions<'_>, dir: Arc<RunDir>) -> anyhow
     })
 }
 
-/// Removes the namespaces and directories of demos that were killed.
+/// Removes the namespaces and directories of demos that were killed. With [`FailedRunLogs::Remove`], also removes the kept logs of
+/// failed demos that ended normally.
 pub(super) fn remove_stale(failed_logs: FailedRunLogs) -> anyhow::Result<()> {
     netns::remove_stale(NAMESPACE_PREFIX).context("removing namespaces of an earlier demo")?;
     RunDir::remove_stale_runs(failed_logs);

@@ -37,7 +37,8 @@ pub(super) struct Row {
     pub(super) replicas: BTreeMap<String, u64>,
     /// Failures by the client's error.
     pub(super) errors: BTreeMap<String, u64>,
-    /// Requests that the servers' sidecars have denied since they started, by reason.
+    /// Requests or connections that the servers' sidecars have denied since they started, by client and policy. Only for edges
+    /// from outside the mesh.
     pub(super) denials: BTreeMap<String, u64>,
 }
 

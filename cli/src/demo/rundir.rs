@@ -41,7 +41,8 @@ impl RunDir {
         })
     }
 
-    /// Removes the directories of killed runs of this user.
+    /// Removes the directories of killed runs of this user. With [`FailedRunLogs::Remove`], also removes the kept logs of failed
+    /// runs that ended normally.
     pub(super) fn remove_stale_runs(failed_logs: FailedRunLogs) {
         for run in run_directories() {
             let is_stale = match run.join(FAILED_MARKER).exists() {

@@ -126,10 +126,10 @@ fn share_lines(rows: &[Row], service: &str, replicas: &[(String, String)]) -> Ve
 fn denial_and_failure_lines(rows: &[Row]) -> Vec<String> {
     let mut lines = Vec::new();
     for row in rows {
-        for (reason, n) in &row.denials {
+        for (client_and_policy, n) in &row.denials {
             let errors: Vec<_> = row.errors.keys().map(String::as_str).collect();
             lines.push(format!(
-                "{} → {} {}: refused {n} times: {reason}{}{}",
+                "{} → {} {}: refused {n} times: {client_and_policy}{}{}",
                 row.client.as_str(),
                 row.service,
                 row.protocol.as_str(),

@@ -141,7 +141,7 @@ mod tests {
             ..WeightedAddr::default()
         };
         let set = WeightedAddrSet {
-            // An address without an IP is left out, because it must not be shown as another address.
+            // An address without an IP is left out. Its default value must not be shown as 0.0.0.0:0.
             addrs: vec![addr, WeightedAddr::default()],
             metric_labels: [("namespace".to_owned(), "demo".to_owned())].into(),
         };

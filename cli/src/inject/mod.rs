@@ -218,7 +218,7 @@ impl Injection {
             bail!(reason);
         }
         if let Decision::Skip(reasons) = &outcome.decision {
-            // If the user requests an injection that is impossible, the command fails.
+            // If a skip reason is an error of the manifest, the command fails.
             let impossible = reasons.iter().find(|reason| FATAL_SKIP_REASONS.contains(reason));
             if let Some(reason) = impossible {
                 bail!(reason.description());
@@ -283,7 +283,8 @@ fn report(object_name: &ObjectName, action: &str, outcome: &ManifestOutcome) {
     }
 }
 
-/// Skip reasons that are errors. With all other reasons, the manifest does not request or need a proxy.
+/// Skip reasons that are errors: the pod needs a proxy, and its manifest has to be changed to get one. Manifests with other
+/// reasons are skipped: injection is disabled, or there is no proxy for the pod's operating system.
 const FATAL_SKIP_REASONS: [SkipReason; 3] = [
     SkipReason::HostNetwork,
     SkipReason::SidecarExists,

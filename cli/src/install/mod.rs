@@ -120,11 +120,11 @@ pub(crate) fn upgrade(args: &UpgradeArgs, flags: &kubernetes::Flags) -> anyhow::
 }
 
 fn ensure_gateway_api(given: &Value, existing: &ExistingInstallation) -> anyhow::Result<()> {
-    let installed = ["installGatewayAPI", "enableHttpRoutes"]
+    let is_requested = ["installGatewayAPI", "enableHttpRoutes"]
         .iter()
         .any(|key| given[*key] == json!(true));
     ensure!(
-        installed
+        is_requested
             || existing
                 .crds
                 .iter()

@@ -55,7 +55,8 @@ pub(crate) fn uninstall(args: &UninstallArgs, flags: &kubernetes::Flags) -> anyh
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints the objects of a control plane that are in no chart of this version.
+/// Prints the objects of a control plane that the charts of this version do not render with the recorded values, except
+/// credentials.
 ///
 /// # Errors
 /// Fails if `tulle install` did not install the control plane.
@@ -75,7 +76,8 @@ pub(crate) fn prune(args: &PruneArgs, flags: &kubernetes::Flags) -> anyhow::Resu
         Some(recorded_overrides(&existing, flags)?),
     )?;
     let mut current = control_plane(&helm, &values, flags)?;
-    // All CustomResourceDefinitions are included, so that none of them is listed for deletion.
+    // The CustomResourceDefinitions of this version are included, with the optional ones of the Gateway API, so that `prune` lists
+    // only those of older versions.
     current.extend(helm.render(&CRDS, &json!({ "installGatewayAPI": true }))?);
     let current = object_keys(&current);
     let leftovers = objects

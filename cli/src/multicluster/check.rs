@@ -1,7 +1,7 @@
 //! `tulle multicluster check`: checks each Link, from its credentials to the endpoints of its mirrors, and prints a fix for each
 //! problem.
 //!
-//! [`check_state`] reads the state of both clusters. Checks are pure functions of this state.
+//! [`check_state`] reads the state of this cluster and of each linked cluster. Checks are pure functions of this state.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -72,7 +72,7 @@ fn report(state: &MulticlusterState) -> CategoryReport {
         Ok(links) if !links.is_empty() => {
             let link_checks: [(&str, LinkCheck); 9] = [
                 (LINK_CRD_EXISTS, |_, _| Ok(())),
-                ("Link resources are valid", links_are_valid),
+                ("Link resources are valid", each_cluster_has_one_link),
                 ("Link and CLI versions match", versions_match),
                 ("remote cluster access credentials are valid", credentials_are_valid),
                 (
@@ -121,7 +121,8 @@ fn extension_is_installed(state: &MulticlusterState) -> CheckResult {
     }
 }
 
-fn links_are_valid(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
+/// Fails if several Links lead to one cluster.
+fn each_cluster_has_one_link(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
     let mut by_cluster = BTreeMap::<&str, Vec<&str>>::new();
     for link in links {
         by_cluster.entry(&link.cluster).or_default().push(&link.name);

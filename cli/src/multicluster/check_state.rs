@@ -64,8 +64,8 @@ pub(super) struct MirrorService {
     pub(super) has_endpoints: bool,
 }
 
-/// Reads the state of both clusters. `limit` is the timeout for each linked cluster, and for the metrics of all controllers
-/// together.
+/// Reads the state of this cluster and of each linked cluster. `limit` is the timeout for each linked cluster, and for the metrics
+/// of all controllers together.
 pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> MulticlusterState {
     let namespace = extension::namespace(cluster).await;
     let probes = match &namespace {

@@ -52,7 +52,7 @@ pub(crate) struct Args {
     /// The port at which the other cluster reaches the gateway [default: that of the Service, or its node port]
     #[arg(long, value_name = "PORT")]
     gateway_port: Option<u16>,
-    /// The Services that are mirrored with the gateway
+    /// The Services whose mirrors send through the gateway
     #[arg(
         short = 'l',
         long,
@@ -60,7 +60,7 @@ pub(crate) struct Args {
         default_value = "mirror.linkerd.io/exported=true"
     )]
     selector: String,
-    /// The Services that are mirrored with their own pods
+    /// The Services whose mirrors send directly to their pods
     #[arg(
         long,
         value_name = "LABELS",
@@ -400,7 +400,8 @@ fn parse_selector(text: &str) -> anyhow::Result<Value> {
 
 /// The chart has the same limit: it creates a Service `probe-<cluster name>`, and the name of a Service has at most 63 characters.
 const MAX_CLUSTER_NAME_LEN: usize = 57;
-/// With longer names, the mirrors of common Services have more than 63 characters.
+/// With a longer name, Services whose names have 32 characters or more cannot be mirrored, and such names are common. The command
+/// prints a warning.
 const MAX_RECOMMENDED_CLUSTER_NAME_LEN: usize = 30;
 
 pub(crate) const EXAMPLES: &str = "\

@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn the_template_is_a_valid_profile_with_and_without_its_comments() {
+    fn the_template_is_a_valid_profile_also_with_its_commented_out_overrides() {
         let other = template("api.shop.svc.example.com", "shop");
         assert!(other.contains("authority: api-v2.shop.svc.example.com\n"), "{other}");
         let template = template("web.shop.svc.cluster.local", "shop");

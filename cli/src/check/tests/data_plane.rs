@@ -33,6 +33,35 @@ fn a_namespace_without_proxies_gets_a_hint_for_injection() {
     assert_finding(&snapshot, Outcome::Error, &["there is no namespace nowhere"]);
 }
 
+#[test]
+fn members_of_a_redis_cluster_need_the_mode_tproxy() {
+    let member = |name: &str, command: &str, capabilities: Value| {
+        let mut pod = meshed_pod(name, true);
+        pod["spec"]["containers"][0]["command"] = json!(["sh", "-c", command]);
+        pod["spec"]["initContainers"][1]["securityContext"] = json!({ "capabilities": { "add": capabilities } });
+        pod
+    };
+    let enabled = "exec redis-server --cluster-enabled yes";
+    let snapshot = snapshot_of_shop(&[
+        member("redirected", enabled, json!([])),
+        member("tproxy", enabled, json!(["NET_RAW"])),
+        member("alone", "exec redis-server --cluster-enabled no", json!([])),
+        member(
+            "announced",
+            &format!("{enabled} --cluster-announce-ip $POD_IP"),
+            json!([]),
+        ),
+    ]);
+    let findings = findings(&snapshot);
+    let [(Outcome::Warning, finding)] = &findings[..] else {
+        panic!("{findings:?}");
+    };
+    assert!(
+        finding.contains("shop/redirected") && finding.contains("inbound-mode=tproxy"),
+        "{finding}"
+    );
+}
+
 /// The namespace `shop` with the injection annotation.
 fn injected_namespace() -> Value {
     let mut namespace = named_object("Namespace", "shop");

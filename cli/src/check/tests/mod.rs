@@ -664,7 +664,7 @@ fn a_cluster_that_cannot_be_reached_is_the_only_finding() {
 }
 
 #[test]
-fn missing_permissions_are_reported_as_warnings() {
+fn a_kind_that_cannot_be_listed_causes_warnings() {
     let mut snapshot = snapshot_from_objects(Mode::Installed, &healthy_objects(&authorities(100)));
     snapshot.nodes = Err(ListError {
         kind: "nodes",
