@@ -395,8 +395,13 @@ impl ConnectTask {
         let started = match &self.shared.target.security {
             Security::Loopback => start_http2(stream).await,
             Security::MutualTls(identity) => {
-                let server_name = server_name(&self.shared.target, identity);
-                let stream = client::connect(stream, &self.connector.creds, identity, &server_name, Alpn::Unset)
+                let server = client::Server {
+                    id: identity,
+                    name: &server_name(&self.shared.target, identity),
+                    alpn: Alpn::Unset,
+                    sessions: None,
+                };
+                let stream = client::connect(stream, &self.connector.creds, server)
                     .await
                     .map_err(|source| ChannelConnectError::Tls { addr, source })?;
                 start_http2(stream).await

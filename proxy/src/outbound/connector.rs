@@ -16,7 +16,7 @@ use crate::{
     policy::endpoint::{EndpointSpec, EndpointTls, ProtocolHint},
     tls::{
         client,
-        credentials::{Alpn, Credentials},
+        credentials::{Alpn, Credentials, EndpointSessions},
         header::{SessionProtocol, TransportHeader},
     },
 };
@@ -26,6 +26,8 @@ pub(crate) struct Connector {
     /// Address to dial. The port is the endpoint's, or that of its proxy for connections with a transport header.
     addr: SocketAddr,
     tls: Option<(Credentials, EndpointTls)>,
+    /// TLS sessions that later connections with a transport header resume.
+    sessions: EndpointSessions,
     header: Option<TransportHeaderFields>,
     config: ConnectorConfig,
     metrics: Arc<ConnectionMetrics>,
@@ -79,6 +81,7 @@ impl Connector {
         Self {
             addr,
             tls,
+            sessions: EndpointSessions::default(),
             header,
             config,
             metrics,
@@ -103,12 +106,18 @@ impl Connector {
         let Some((creds, peer)) = &self.tls else {
             return Ok(Io::tcp(Tcp::new(stream)).count(self.metrics.clone()));
         };
-        let alpn = if self.header.is_some() {
-            Alpn::TransportHeader
+        let (alpn, sessions) = if self.header.is_some() {
+            (Alpn::TransportHeader, Some(&self.sessions))
         } else {
-            Alpn::Unset
+            (Alpn::Unset, None)
         };
-        let handshake = client::connect(Tcp::new(stream), creds, &peer.identity, &peer.server_name, alpn);
+        let server = client::Server {
+            id: &peer.identity,
+            name: &peer.server_name,
+            alpn,
+            sessions,
+        };
+        let handshake = client::connect(Tcp::new(stream), creds, server);
         let tls = match tokio::time::timeout_at(deadline, handshake).await {
             Ok(Ok(tls)) => tls,
             Ok(Err(source)) => {

@@ -1,5 +1,6 @@
 //! Parses the names and the validity of a certificate.
 
+use std::io;
 use std::time::{Duration, SystemTime};
 
 use rustls::pki_types::CertificateDer;
@@ -17,7 +18,7 @@ pub(crate) struct Validity {
 
 /// The fields of a certificate that the proxy needs.
 pub(super) struct CertificateInfo {
-    /// DNS and URI subject alternative names, in the order of the certificate.
+    /// The DNS and URI subject alternative names that are valid identities, in the order of the certificate.
     pub(super) names: Vec<Identity>,
     pub(super) validity: Validity,
 }
@@ -45,6 +46,26 @@ pub(super) fn parse(certificate: &CertificateDer<'_>) -> Result<CertificateInfo,
         names: names.collect(),
         validity,
     })
+}
+
+/// Checks that all certificates are valid now. A resumed handshake does not verify them again.
+///
+/// # Errors
+/// A certificate is not valid now; the error is the one of a full handshake.
+pub(super) fn check_times(chain: &[CertificateDer<'_>]) -> io::Result<()> {
+    let now = SystemTime::now();
+    let check = |certificate| {
+        let Validity { not_before, not_after } = parse(certificate)?.validity;
+        if now > not_after {
+            Err(Error::InvalidCertificate(CertificateError::Expired))
+        } else if now < not_before {
+            Err(Error::InvalidCertificate(CertificateError::NotValidYet))
+        } else {
+            Ok(())
+        }
+    };
+    let checked = chain.iter().try_for_each(check);
+    checked.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
 fn system_time(seconds: i64) -> SystemTime {

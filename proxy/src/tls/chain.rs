@@ -349,12 +349,12 @@ mod tests {
         let chain = [long[0].clone(), short[0].clone()];
         let cache = VerifiedChains::default();
         assert!(verify_was_called(&cache, &chain, now, Ok(())));
-        for (minutes, is_verified) in [(-70, true), (-50, false), (0, false), (50, false), (70, true)] {
+        for (minutes, must_verify) in [(-70, true), (-50, false), (0, false), (50, false), (70, true)] {
             let offset = Duration::from_secs(60 * i64::unsigned_abs(minutes));
             let time = if minutes < 0 { now - offset } else { now + offset };
             assert_eq!(
                 verify_was_called(&cache, &chain, time, Ok(())),
-                is_verified,
+                must_verify,
                 "{minutes} minutes from now"
             );
         }

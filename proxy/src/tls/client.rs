@@ -2,6 +2,7 @@
 
 use std::io;
 
+use rustls::HandshakeKind;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::TlsConnector;
@@ -9,7 +10,7 @@ use tokio_rustls::client::TlsStream;
 use tulle_core::identity::Identity;
 
 use crate::tls::certificate;
-use crate::tls::credentials::{Alpn, Credentials};
+use crate::tls::credentials::{Alpn, Credentials, EndpointSessions};
 use crate::tls::handshake_failure::HandshakeFailure;
 
 #[derive(Debug, thiserror::Error)]
@@ -28,35 +29,51 @@ pub(crate) enum TlsConnectError {
     WrongIdentity { expected: Identity, presented: Vec<String> },
 }
 
-/// Encrypts `io` and verifies that the peer has the identity `server_id`.
+/// The server of a handshake.
+#[derive(Clone, Copy)]
+pub(crate) struct Server<'a> {
+    /// The identity that it must have.
+    pub(crate) id: &'a Identity,
+    pub(crate) name: &'a str,
+    pub(crate) alpn: Alpn,
+    /// `None`: each handshake is a full one.
+    pub(crate) sessions: Option<&'a EndpointSessions>,
+}
+
+/// Encrypts `io` and verifies the identity of the peer.
 ///
-/// `server_name` is sent as SNI. The peer selects its certificate by the SNI, which proves nothing. [`alpn`] returns the
-/// negotiated protocol. There is no timeout: callers use one for the TCP connection and the handshake together.
+/// The name of the server is sent as SNI, by which the peer selects its certificate. It is not compared with the certificate; only
+/// the identity is. [`alpn`] returns the negotiated protocol. There is no timeout: callers use one for the TCP connection and the
+/// handshake together.
 pub(crate) async fn connect<IO>(
     io: IO,
     creds: &Credentials,
-    server_id: &Identity,
-    server_name: &str,
-    alpn: Alpn,
+    server: Server<'_>,
 ) -> Result<TlsStream<IO>, TlsConnectError>
 where
     IO: AsyncRead + AsyncWrite + Unpin,
 {
-    let name = ServerName::try_from(server_name.to_owned()).map_err(|_| TlsConnectError::ServerName {
-        server_name: server_name.to_owned(),
+    let Server {
+        id,
+        name,
+        alpn,
+        sessions,
+    } = server;
+    let server_name = ServerName::try_from(name.to_owned()).map_err(|_| TlsConnectError::ServerName {
+        server_name: name.to_owned(),
     })?;
-    let stream = TlsConnector::from(creds.client_config(alpn))
-        .connect(name, io)
-        .await
-        .map_err(|source| {
-            let failure = HandshakeFailure::from_io_error(&source);
-            TlsConnectError::Handshake {
-                server_id: server_id.clone(),
-                failure,
-                source,
-            }
-        })?;
-    check_identity(&stream, server_id)?;
+    let failed = |source| TlsConnectError::Handshake {
+        server_id: id.clone(),
+        failure: HandshakeFailure::from_io_error(&source),
+        source,
+    };
+    let connector = TlsConnector::from(creds.client_config(alpn, sessions));
+    let stream = connector.connect(server_name, io).await.map_err(failed)?;
+    let (_, session) = stream.get_ref();
+    if session.handshake_kind() == Some(HandshakeKind::Resumed) {
+        certificate::check_times(session.peer_certificates().unwrap_or_default()).map_err(failed)?;
+    }
+    check_identity(&stream, id)?;
     Ok(stream)
 }
 

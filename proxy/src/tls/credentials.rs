@@ -3,11 +3,11 @@
 use std::fmt;
 use std::sync::Arc;
 
-use arc_swap::ArcSwap;
-use rustls::client::Resumption;
+use arc_swap::{ArcSwap, ArcSwapOption};
+use rustls::client::{Resumption, TicketRequest};
 use rustls::crypto::{CryptoProvider, aws_lc_rs, ring};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
-use rustls::server::NoServerSessionStorage;
+use rustls::server::{NoServerSessionStorage, ServerSessionMemoryCache};
 use rustls::{ClientConfig, RootCertStore, ServerConfig, SupportedCipherSuite};
 use tokio::sync::watch;
 use tulle_core::identity::Identity;
@@ -38,6 +38,20 @@ pub(crate) struct CertifiedKey {
 #[derive(Clone)]
 pub(crate) struct Credentials {
     shared: Arc<Shared>,
+}
+
+/// TLS sessions that one endpoint lets this proxy resume, which saves the signatures of a handshake.
+///
+/// They end with the credentials of either side: after a new certificate or new trust anchors, the next handshake is a full one.
+#[derive(Default)]
+pub(crate) struct EndpointSessions {
+    config: ArcSwapOption<ConfigWithSessions>,
+}
+
+struct ConfigWithSessions {
+    /// The configuration of the credentials, from which `config` was copied.
+    without_sessions: Arc<ClientConfig>,
+    config: Arc<ClientConfig>,
 }
 
 /// The application protocol that a handshake asks for.
@@ -306,8 +320,12 @@ impl Credentials {
     }
 
     /// The configuration of an outgoing handshake; it presents the proxy's certificate if there is one.
-    pub(super) fn client_config(&self, alpn: Alpn) -> Arc<ClientConfig> {
-        self.shared.state.load().client_configs.get(alpn)
+    pub(super) fn client_config(&self, alpn: Alpn, sessions: Option<&EndpointSessions>) -> Arc<ClientConfig> {
+        let config = self.shared.state.load().client_configs.get(alpn);
+        match sessions {
+            Some(sessions) => sessions.add_to(config),
+            None => config,
+        }
     }
 
     /// The configuration of an incoming handshake; `None` before the first certificate.
@@ -318,6 +336,30 @@ impl Credentials {
             .server_configs
             .as_ref()
             .map(|configs| configs.get(alpn))
+    }
+}
+
+impl EndpointSessions {
+    /// The configuration with these sessions. A configuration of other credentials than at the last call ends all sessions.
+    fn add_to(&self, without_sessions: Arc<ClientConfig>) -> Arc<ClientConfig> {
+        if let Some(current) = &*self.config.load()
+            && Arc::ptr_eq(&current.without_sessions, &without_sessions)
+        {
+            return current.config.clone();
+        }
+        let mut config = ClientConfig::clone(&without_sessions);
+        config.resumption = Resumption::in_memory_sessions(MAX_ENDPOINT_SESSIONS);
+        config.send_ticket_request = Some(TicketRequest {
+            new_session_count: 1,
+            resumption_count: 1,
+        });
+        let config = Arc::new(config);
+        let current = ConfigWithSessions {
+            without_sessions,
+            config: config.clone(),
+        };
+        self.config.store(Some(Arc::new(current)));
+        config
     }
 }
 
@@ -337,15 +379,15 @@ impl State {
         certified_key: Option<CertifiedKey>,
         validity: Option<Validity>,
     ) -> Result<Self, CredentialsError> {
-        let server_chain = Arc::new(ServerChainVerifier::new(anchors.roots.clone(), provider));
+        let server_verifier = Arc::new(ServerChainVerifier::new(anchors.roots.clone(), provider));
         let client_configs =
-            ConfigByAlpn::build(|alpn| client_config(provider, &server_chain, certified_key.as_ref(), alpn))?;
+            ConfigByAlpn::build(|alpn| client_config(provider, &server_verifier, certified_key.as_ref(), alpn))?;
         let server_configs = match &certified_key {
             Some(certified_key) => {
-                let client_chain = ClientChainVerifier::new(anchors.roots.clone(), provider);
-                let client_chain = Arc::new(client_chain.map_err(CredentialsError::ClientVerifier)?);
+                let client_verifier = ClientChainVerifier::new(anchors.roots.clone(), provider);
+                let client_verifier = Arc::new(client_verifier.map_err(CredentialsError::ClientVerifier)?);
                 Some(ConfigByAlpn::build(|alpn| {
-                    server_config(provider, &client_chain, certified_key, alpn)
+                    server_config(provider, &client_verifier, certified_key, alpn)
                 })?)
             }
             None => None,
@@ -397,7 +439,7 @@ impl Alpn {
 
 fn client_config(
     provider: &Arc<CryptoProvider>,
-    server_chain: &Arc<ServerChainVerifier>,
+    server_verifier: &Arc<ServerChainVerifier>,
     certified_key: Option<&CertifiedKey>,
     alpn: Alpn,
 ) -> Result<ClientConfig, CredentialsError> {
@@ -405,7 +447,7 @@ fn client_config(
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(CredentialsError::Config)?
         .dangerous()
-        .with_custom_certificate_verifier(server_chain.clone());
+        .with_custom_certificate_verifier(server_verifier.clone());
     let mut config = match certified_key {
         Some(certified_key) => {
             let key = PrivateKeyDer::Pkcs8(certified_key.key.clone_key());
@@ -422,24 +464,39 @@ fn client_config(
 
 fn server_config(
     provider: &Arc<CryptoProvider>,
-    client_chain: &Arc<ClientChainVerifier>,
+    client_verifier: &Arc<ClientChainVerifier>,
     certified_key: &CertifiedKey,
     alpn: Alpn,
 ) -> Result<ServerConfig, CredentialsError> {
     let mut config = ServerConfig::builder_with_provider(provider.clone())
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(CredentialsError::Config)?
-        .with_client_cert_verifier(client_chain.clone())
+        .with_client_cert_verifier(client_verifier.clone())
         .with_single_cert(
             certified_key.chain.clone(),
             PrivateKeyDer::Pkcs8(certified_key.key.clone_key()),
         )
         .map_err(CredentialsError::Key)?;
-    config.session_storage = Arc::new(NoServerSessionStorage {});
+    // Only a client that asks for tickets gets them (RFC 9149), and only with the transport header, for example to a port that is
+    // marked opaque. Most connections without it carry HTTP and are used for many requests, so resumption would save little. Other
+    // proxies, and usual TLS clients, do not ask.
     config.send_tls13_tickets = 0;
+    match alpn {
+        Alpn::Unset => config.session_storage = Arc::new(NoServerSessionStorage {}),
+        Alpn::TransportHeader => {
+            config.session_storage = ServerSessionMemoryCache::new(MAX_SERVER_SESSIONS);
+            config.max_tls13_tickets = 1;
+        }
+    }
     config.alpn_protocols = alpn.protocols();
     Ok(config)
 }
+
+/// A connection uses up one stored session and receives a new one. So this many connections can be resumed at the same time;
+/// further ones do a full handshake.
+const MAX_ENDPOINT_SESSIONS: usize = 8;
+/// A session has the certificates of its client, about 1 KB.
+const MAX_SERVER_SESSIONS: usize = 512;
 
 /// The names of the cipher suites and key exchanges, in order of preference.
 pub(crate) fn algorithms() -> (String, String) {

@@ -24,7 +24,7 @@ pub(crate) enum HandshakeFailure {
     NotCertified,
     /// The peer aborted the handshake with an alert.
     Refused,
-    /// The peer's TLS is incompatible, for example not TLS 1.3.
+    /// Any other error: usually the peer's TLS is incompatible, for example not TLS 1.3; or the server name cannot be sent as SNI.
     Protocol,
     /// The connection ended or failed.
     Closed,

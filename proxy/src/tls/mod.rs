@@ -1,8 +1,10 @@
 //! Credentials and handshakes: the proxy's identity, the peers it accepts, and the verified identity of each peer.
 //!
 //! A certificate enters through [`credentials::Credentials`], which replaces leaf, key and trust anchors together; a handshake
-//! uses one snapshot. Authorization is not decided here, but by policy. There is no session resumption, because a resumed
-//! session would outlive the certificate that it was verified with.
+//! uses one snapshot. Authorization is not decided here, but by policy.
+//!
+//! Sessions are resumed only on connections with a transport header. A resumed session ends with the credentials of either side,
+//! and the validity of its certificates is checked again, so it does not outlive them.
 
 mod certificate;
 mod chain;

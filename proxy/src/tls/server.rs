@@ -2,6 +2,7 @@
 
 use std::io;
 
+use rustls::HandshakeKind;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -31,7 +32,7 @@ pub(crate) enum ParsedHello {
 /// The properties of the client that the TLS handshake has verified or negotiated.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct ClientHandshake {
-    /// The first DNS or URI name of its certificate; `None` without a certificate.
+    /// The first DNS or URI name of its certificate that is a valid identity; `None` without a certificate.
     pub client_id: Option<Identity>,
     /// The negotiated protocol.
     pub alpn: Alpn,
@@ -84,11 +85,15 @@ where
     IO: AsyncRead + AsyncWrite + Unpin,
 {
     let config = creds.server_config(alpn).ok_or(AcceptError::NotCertified)?;
-    let stream = TlsAcceptor::from(config).accept(io).await.map_err(|source| {
-        let failure = HandshakeFailure::from_io_error(&source);
-        AcceptError::Handshake { failure, source }
-    })?;
+    let failed = |source| AcceptError::Handshake {
+        failure: HandshakeFailure::from_io_error(&source),
+        source,
+    };
+    let stream = TlsAcceptor::from(config).accept(io).await.map_err(failed)?;
     let (_, session) = stream.get_ref();
+    if session.handshake_kind() == Some(HandshakeKind::Resumed) {
+        certificate::check_times(session.peer_certificates().unwrap_or_default()).map_err(failed)?;
+    }
     let client_id = match session.peer_certificates().and_then(<[_]>::first) {
         None => None,
         Some(leaf) => {

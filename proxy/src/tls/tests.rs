@@ -9,13 +9,14 @@ use rcgen::{
     BasicConstraints, CertificateParams, DnType, GeneralSubtree, IsCa, Issuer, KeyPair, KeyUsagePurpose,
     NameConstraints, SanType,
 };
+use rustls::HandshakeKind;
 use rustls::pki_types::PrivatePkcs8KeyDer;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
 use tulle_core::identity::Identity;
 use zeroize::Zeroizing;
 
 use crate::tls::client;
-use crate::tls::credentials::{Alpn, CertifiedKey, Credentials, CredentialsError, TrustAnchors};
+use crate::tls::credentials::{Alpn, CertifiedKey, Credentials, CredentialsError, EndpointSessions, TrustAnchors};
 use crate::tls::handshake_failure::HandshakeFailure;
 use crate::tls::header::{Decoded, InvalidHeader, SessionProtocol, TransportHeader};
 use crate::tls::server::{self, MAX_HELLO_BYTES, ParsedHello};
@@ -120,11 +121,50 @@ async fn handshake(
     (client_alpn, server_alpn): (Alpn, Alpn),
 ) -> (Connected, Accepted) {
     let (client_io, server_io) = duplex(64 * 1024);
-    let server_id: Identity = server_id.parse().unwrap();
+    let connected_server = client::Server {
+        id: &server_id.parse().unwrap(),
+        name: SERVER_NAME,
+        alpn: client_alpn,
+        sessions: None,
+    };
     tokio::join!(
-        client::connect(client_io, client, &server_id, SERVER_NAME, client_alpn),
+        client::connect(client_io, client, connected_server),
         server::accept(server_io, server, server_alpn),
     )
+}
+
+/// A handshake for a byte stream, as between two proxies of tulle. A byte is sent to the client, so that it gets its ticket.
+async fn handshake_with_sessions(
+    client: &Credentials,
+    server: &Credentials,
+    server_id: &str,
+    sessions: Option<&EndpointSessions>,
+) -> Result<(HandshakeKind, Option<Identity>), HandshakeFailure> {
+    let (client_io, server_io) = duplex(64 * 1024);
+    let connected_server = client::Server {
+        id: &server_id.parse().unwrap(),
+        name: SERVER_NAME,
+        alpn: Alpn::TransportHeader,
+        sessions,
+    };
+    let (connected, accepted) = tokio::join!(
+        client::connect(client_io, client, connected_server),
+        server::accept(server_io, server, Alpn::TransportHeader),
+    );
+    let mut connected = connected.map_err(|error| error.failure())?;
+    let (mut accepted, peer) = accepted.map_err(|error| error.failure())?;
+    assert_eq!(peer.alpn, Alpn::TransportHeader);
+    accepted.write_all(b"x").await.unwrap();
+    accepted.flush().await.unwrap();
+    connected.read_exact(&mut [0]).await.unwrap();
+    let session = connected.get_ref().1;
+    let n_tickets = u32::from(sessions.is_some());
+    assert_eq!(
+        session.tls13_tickets_received(),
+        n_tickets,
+        "only those that the client asked for"
+    );
+    Ok((session.handshake_kind().unwrap(), peer.client_id))
 }
 
 const NO_ALPN: (Alpn, Alpn) = (Alpn::Unset, Alpn::Unset);
@@ -172,7 +212,56 @@ async fn certificates_signed_with_ecdsa_ed25519_or_rsa_are_accepted() {
 }
 
 #[tokio::test]
-async fn tls_sessions_are_not_resumed() {
+async fn a_session_with_an_endpoint_is_resumed_with_both_identities() {
+    let authority = Authority::new();
+    let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
+    let sessions = EndpointSessions::default();
+    for expected in [HandshakeKind::Full, HandshakeKind::Resumed, HandshakeKind::Resumed] {
+        let (kind, client_id) = handshake_with_sessions(&client, &server, SERVER, Some(&sessions))
+            .await
+            .unwrap();
+        assert_eq!((kind, client_id), (expected, Some(CLIENT.parse().unwrap())));
+    }
+    let other = EndpointSessions::default();
+    for sessions in [Some(&other), None] {
+        let (kind, _) = handshake_with_sessions(&client, &server, SERVER, sessions)
+            .await
+            .unwrap();
+        assert_eq!(kind, HandshakeKind::Full);
+    }
+    let refused = handshake_with_sessions(&client, &server, "other.example.com", Some(&sessions)).await;
+    assert_eq!(refused, Err(HandshakeFailure::WrongIdentity));
+}
+
+#[tokio::test]
+async fn a_session_is_not_resumed_after_a_change_of_credentials() {
+    let authority = Authority::new();
+    let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
+    let sessions = EndpointSessions::default();
+    let kind = async || {
+        let handshake = handshake_with_sessions(&client, &server, SERVER, Some(&sessions)).await;
+        handshake.map(|(kind, _)| kind)
+    };
+    assert_eq!(kind().await, Ok(HandshakeKind::Full));
+    for (creds, name) in [(&client, CLIENT), (&server, SERVER)] {
+        assert_eq!(kind().await, Ok(HandshakeKind::Resumed));
+        creds.install(authority.leaf(&[name], in_an_hour())).unwrap();
+        assert_eq!(kind().await, Ok(HandshakeKind::Full), "new certificate of {name}");
+        assert_eq!(kind().await, Ok(HandshakeKind::Resumed));
+        creds.replace_anchors(authority.anchors()).unwrap();
+        assert_eq!(kind().await, Ok(HandshakeKind::Full), "new anchors of {name}");
+    }
+    assert_eq!(kind().await, Ok(HandshakeKind::Resumed));
+    server.replace_anchors(Authority::new().anchors()).unwrap();
+    assert_eq!(
+        kind().await,
+        Err(HandshakeFailure::UnknownCa),
+        "the server does not trust the client"
+    );
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_ask_gets_no_session_ticket() {
     let authority = Authority::new();
     let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
     for _ in 0..2 {
@@ -183,7 +272,7 @@ async fn tls_sessions_are_not_resumed() {
         accepted.flush().await.unwrap();
         connected.read_exact(&mut [0]).await.unwrap();
         let session = connected.get_ref().1;
-        assert_eq!(session.handshake_kind(), Some(rustls::HandshakeKind::Full));
+        assert_eq!(session.handshake_kind(), Some(HandshakeKind::Full));
         assert_eq!(session.tls13_tickets_received(), 0);
     }
 }
@@ -268,9 +357,16 @@ async fn each_side_refuses_an_expired_certificate() {
         .install(authority.leaf(&[CLIENT], SystemTime::now() + soon))
         .unwrap();
     let fresh = authority.credentials(SERVER);
+    let (to_fresh, to_expiring) = (EndpointSessions::default(), EndpointSessions::default());
     // An earlier success does not change the result.
     handshake(&expiring, &fresh, SERVER, NO_ALPN).await.1.unwrap();
     handshake(&fresh, &expiring, CLIENT, NO_ALPN).await.0.unwrap();
+    handshake_with_sessions(&expiring, &fresh, SERVER, Some(&to_fresh))
+        .await
+        .unwrap();
+    handshake_with_sessions(&fresh, &expiring, CLIENT, Some(&to_expiring))
+        .await
+        .unwrap();
     while SystemTime::now() <= expiring.validity().unwrap().not_after + Duration::from_secs(1) {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -278,6 +374,13 @@ async fn each_side_refuses_an_expired_certificate() {
     assert_eq!(accepted.unwrap_err().failure(), HandshakeFailure::Expired);
     let (connected, _) = handshake(&fresh, &expiring, CLIENT, NO_ALPN).await;
     assert_eq!(connected.unwrap_err().failure(), HandshakeFailure::Expired);
+    for (client, server, server_id, sessions) in [
+        (&expiring, &fresh, SERVER, &to_fresh),
+        (&fresh, &expiring, CLIENT, &to_expiring),
+    ] {
+        let refused = handshake_with_sessions(client, server, server_id, Some(sessions)).await;
+        assert_eq!(refused, Err(HandshakeFailure::Expired), "{server_id}");
+    }
 }
 
 #[tokio::test]
@@ -330,10 +433,10 @@ fn an_invalid_certificate_is_not_installed() {
             ..ours.leaf(&[SERVER], in_an_hour())
         },
     ] {
-        let config_before = creds.client_config(Alpn::Unset);
+        let config_before = creds.client_config(Alpn::Unset, None);
         creds.install(leaf).unwrap_err();
         assert_eq!(creds.generation(), 1);
-        assert!(Arc::ptr_eq(&config_before, &creds.client_config(Alpn::Unset)));
+        assert!(Arc::ptr_eq(&config_before, &creds.client_config(Alpn::Unset, None)));
     }
 }
 
@@ -367,7 +470,7 @@ fn secrets_are_not_printed() {
 fn client_hello(server_name: &str) -> Vec<u8> {
     let creds = Authority::new().credentials(CLIENT);
     let name = server_name.to_owned().try_into().unwrap();
-    let mut session = rustls::ClientConnection::new(creds.client_config(Alpn::TransportHeader), name).unwrap();
+    let mut session = rustls::ClientConnection::new(creds.client_config(Alpn::TransportHeader, None), name).unwrap();
     let mut bytes = Vec::new();
     session.write_tls(&mut bytes).unwrap();
     bytes
