@@ -54,6 +54,24 @@ pub(crate) struct BackendChoice<F> {
     pub(super) series: Option<Arc<BackendSeries>>,
 }
 
+impl<F> Backends<F> {
+    /// The endpoint, if there is only one, with a fixed address.
+    pub(super) fn fixed_endpoint(&self) -> Option<&Arc<Endpoint>> {
+        let (Self::FirstAvailable(choices) | Self::ByWeight(_, choices)) = self else {
+            return None;
+        };
+        match &choices[..] {
+            [
+                BackendChoice {
+                    backend: Backend::Forward(endpoint),
+                    ..
+                },
+            ] => Some(endpoint),
+            _ => None,
+        }
+    }
+}
+
 #[derive(Clone)]
 pub(crate) enum Backend {
     /// A service, and the balancer series of the route.

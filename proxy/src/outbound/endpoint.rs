@@ -13,7 +13,8 @@ use tulle_core::identity::Identity;
 use crate::{
     balance::{breaker::Breaker, candidate::Candidate, load::Load},
     http::{
-        client::{EndpointClient, HttpVersion},
+        client::{ConnectOutcome, ConnectionUse, EndpointClient, HttpVersion},
+        error::Error,
         h1::pool::PoolConfig,
         h2::{self, keep_alive::PeerChecks},
     },
@@ -136,6 +137,27 @@ impl Endpoint {
             let checks = self.peer_checks.clone();
             EndpointClient::new(self.spec.addr, Box::new(open), self.http2, checks, self.pool)
         })
+    }
+
+    /// Dials a connection for a request, and records whether the endpoint can be reached.
+    ///
+    /// # Errors
+    /// Those of [`EndpointClient::dial`].
+    pub(super) async fn dial(
+        &self,
+        worker: usize,
+        protocol: HttpVersion,
+        connection_use: ConnectionUse,
+    ) -> Result<ConnectOutcome, Error> {
+        let result = self.client(worker).dial(protocol, connection_use).await;
+        match &result {
+            Ok(_) | Err(Error::NoFreeStream { .. }) => self.breaker.record_connected(),
+            Err(error) => {
+                tracing::debug!(addr = %self.spec.addr, %error, "endpoint cannot be reached");
+                self.breaker.record_dial_failure(error.cause(), Instant::now());
+            }
+        }
+        result
     }
 
     /// The HTTP version in which a request with `version` is sent to this endpoint. `requires_http1` says that the request cannot

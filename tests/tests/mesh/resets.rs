@@ -13,7 +13,8 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tulle_core::names::port;
 use tulle_tests::apps;
-use tulle_tests::client::{self, full, read_until};
+use tulle_tests::client::{self, Http2, full, http2_request, read_until};
+use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, DETECTED_TCP, HTTP, Mesh, OPAQUE, UNMESHED_IP, identity, mesh};
 
 use crate::scripted_policies::client_hello;
@@ -268,5 +269,30 @@ fn half_closes_are_still_passed_on() {
             client.shutdown().await.unwrap();
             assert_eq!(read_to_end_or_error(&mut client).await, Ok(16), "{path:?}");
         }
+    });
+}
+
+#[test]
+fn an_http2_connection_to_an_address_that_refuses_connections_is_reset() {
+    workloads().run(async |mesh: &Mesh| {
+        let dst: SocketAddr = (mesh.ip("legacy"), HTTP).into();
+        // The first client learns the cause.
+        let mut http = Http2::handshake(mesh.dial("client", dst).await).await;
+        let rsp = http.fetch(http2_request("/")).await.unwrap();
+        assert_eq!(rsp.cause(), "connect-refused");
+        eventually("the connection is closed", async || (!http.is_open()).then_some(())).await;
+        // Others do not take the server for one that accepts requests.
+        let mut client = mesh.dial("client", dst).await;
+        client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+        assert_eq!(read_to_end_or_error(&mut client).await, Err(ErrorKind::ConnectionReset));
+        // An HTTP/1 client has no requests in flight on the connection, and a response has more to say than a reset.
+        let rsp = client::get(mesh.dial("client", dst).await, "/").await;
+        assert_eq!(rsp.cause(), "connect-refused");
+        let _app = apps::serve_http(mesh.listen("legacy", HTTP).await, async |_| {
+            Response::new(client::empty())
+        });
+        let mut http = Http2::handshake(mesh.dial("client", dst).await).await;
+        let rsp = http.fetch(http2_request("/")).await.unwrap();
+        assert!(rsp.status.is_success(), "{rsp:?}");
     });
 }

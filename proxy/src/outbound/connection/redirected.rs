@@ -3,6 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use bytes::{Bytes, BytesMut};
+use http::Version;
 use tokio::time::Instant;
 use tulle_core::{
     addr::{Addr, ClientAddr},
@@ -10,7 +11,11 @@ use tulle_core::{
 };
 
 use crate::{
-    http::{client::HttpVersion, error::Error},
+    balance::candidate::Candidate as _,
+    http::{
+        client::{ConnectionUse, HttpVersion},
+        error::Error,
+    },
     net::{
         copy::CopyFuture,
         detect::{self, DetectedProtocol, Detection},
@@ -24,6 +29,7 @@ use crate::{
             opaque::{self, OpaqueError},
         },
         destination::snapshot::{CompiledOpaqueRoute, Destination, Plan},
+        endpoint::Endpoint,
         metrics::labels,
         mode::Mode,
     },
@@ -287,12 +293,45 @@ impl Connection {
                         return self.connect_opaque((io, client_bytes), route, None, server).await;
                     }
                 };
+                if version == HttpVersion::Http2
+                    && let Some(endpoint) = route.backends.fixed_endpoint()
+                    && let Err(error) = self.check_reachable(endpoint).await
+                {
+                    let (outbound, dst, cause) = (&self.outbound, self.dst(), error.cause());
+                    outbound.families.record_tcp_error(dst, error.label(), cause);
+                    info_limited!(outbound.target_log_limiter, (dst.clone(), cause), "connection refused", %dst, %error);
+                    io.reset_on_drop();
+                    return None;
+                }
                 Some(ClassifiedConnection::Http(io.prepend(client_bytes), version))
             }
             FirstBytes::Server { server, client_bytes } => {
                 self.connect_opaque((io, client_bytes), route, None, ServerDial::Connected(server))
                     .await
             }
+        }
+    }
+
+    /// Checks whether an address that could not be reached before can be reached now.
+    ///
+    /// Clients of gRPC have a connection to each of several servers, and send requests to those that accept it. With connections to
+    /// an address that nobody has, they would send requests there again and again.
+    ///
+    /// # Errors
+    /// The address still cannot be reached.
+    async fn check_reachable(&self, endpoint: &Endpoint) -> Result<(), Error> {
+        if endpoint.breaker().dial_failure_cause().is_none() {
+            return Ok(());
+        }
+        let worker = self.client.worker;
+        let protocol = endpoint.protocol(Version::HTTP_2, false);
+        match endpoint.dial(worker, protocol, ConnectionUse::Pooled).await {
+            Ok(outcome) => {
+                endpoint.client(worker).return_to_pool(outcome);
+                Ok(())
+            }
+            Err(Error::NoFreeStream { .. }) => Ok(()),
+            Err(error) => Err(error),
         }
     }
 

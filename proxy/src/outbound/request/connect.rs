@@ -301,20 +301,11 @@ fn start_dial(
     let (result_tx, result_rx) = oneshot::channel();
     let dialled = endpoint.clone();
     tokio::spawn(async move {
-        let client = dialled.client(worker);
-        let result = client
-            .dial(needs.request_protocol(&dialled), needs.connection_use(&dialled))
-            .await;
-        match &result {
-            Ok(_) | Err(Error::NoFreeStream { .. }) => dialled.breaker().record_connected(),
-            Err(error) => {
-                tracing::debug!(addr = %dialled.spec.addr, %error, "endpoint cannot be reached");
-                dialled.breaker().record_dial_failure(error.cause(), Instant::now());
-            }
-        }
+        let (protocol, connection_use) = (needs.request_protocol(&dialled), needs.connection_use(&dialled));
+        let result = dialled.dial(worker, protocol, connection_use).await;
         // If the request has ended, the connection is kept for the next request.
         if let Err(Ok(outcome)) = result_tx.send(result) {
-            client.return_to_pool(outcome);
+            dialled.client(worker).return_to_pool(outcome);
         }
     });
     // Another request may already dial this endpoint. Then this dial waits for the earlier one, whose start counts.
