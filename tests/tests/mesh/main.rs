@@ -27,6 +27,7 @@ mod http_rules;
 mod identity;
 mod ingress;
 mod invalid_policy;
+mod keep_alive;
 mod limits;
 mod messages;
 mod metrics;

@@ -245,7 +245,7 @@ impl TestObjects {
             tasks.join_all().await
         };
         let ended = within("the controller has ended", ended).await;
-        ensure!(!ended.is_empty(), "a controller has run");
+        ensure!(!ended.is_empty(), "no controller has run");
         Ok(())
     }
 }
