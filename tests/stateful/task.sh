@@ -17,7 +17,7 @@ readonly nats_client=github.com/nats-io/natscli/nats@v0.5.1
 stateful() {
   need_brokers
   build_for_tests
-  TULLE_TEST_FULL=1 cargo nextest run --profile full -p tulle-tests --test stateful --no-capture "$@"
+  TULLE_TEST_FULL=1 cargo nextest run --profile full -p tulle-tests --test stateful --run-ignored all --no-capture "$@"
 }
 
 need_databases() {
@@ -91,4 +91,5 @@ unpack() {
 add_brokers() {
   mvn --quiet --batch-mode --file tests/stateful/pom.xml dependency:copy-dependencies "-DoutputDirectory=$1/usr/share/brokers"
   cp "$cache/bin/nats-server" "$cache/bin/nats" "$1/usr/bin"
+  CGO_ENABLED=0 go build -C tests/stateful/writer -ldflags '-s -w' -o "$1/usr/bin/writer"
 }

@@ -2,7 +2,7 @@
 
 use tulle_tests::images::Image;
 
-use super::server::{InboundMode, Readiness, Server, script};
+use super::server::{InboundMode, Readiness, Server, Writer, script};
 
 pub(super) const ALL: [Server; 8] = [
     POSTGRES,
@@ -25,7 +25,7 @@ const THREE_BROKERS: Server = Server {
     ..THREE
 };
 
-/// A primary, and two standbys that have to apply each transaction before its client gets a response.
+/// A primary, and two standbys, one of which has to apply each transaction before its client gets a response.
 const POSTGRES: Server = Server {
     name: "postgres3",
     port: 5432,
@@ -37,7 +37,7 @@ if [[ -e /data/db/PG_VERSION ]]; then
 elif [[ $POD_NAME == postgres3-0 ]]; then
   initdb -D /data/db -U postgres -A trust -E UTF8 --no-locale >&2
   printf '%s\\n' 'host all all all trust' 'host replication all all trust' >> /data/db/pg_hba.conf
-  printf '%s\\n' \"synchronous_standby_names = 'FIRST 2 (*)'\" 'synchronous_commit = remote_apply' >> /data/db/postgresql.conf
+  printf '%s\\n' \"synchronous_standby_names = 'ANY 1 (*)'\" 'synchronous_commit = remote_apply' >> /data/db/postgresql.conf
 else
   until pg_isready -h $primary -p $PORT; do sleep 1; done
   pg_basebackup -h $primary -p $PORT -D /data/db -R --checkpoint=fast
@@ -49,14 +49,20 @@ exec postgres -D /data/db -p $PORT -k /tmp -c listen_addresses='*' -c cluster_na
     client: "
 at() { psql -qAtX -v ON_ERROR_STOP=1 -h postgres3-$1.postgres3-pods -p $port -U postgres \"${@:2}\"; }",
     formation_check: script(
-        "at 0 -c \"select count(*) from pg_stat_replication where state = 'streaming' and sync_state = 'sync'\"",
+        "at 0 -c \"select count(*) from pg_stat_replication where state = 'streaming' and sync_state = 'quorum'\"",
         "2",
     ),
+    writer: Some(Writer {
+        kind: "postgres",
+        port: 5432,
+        leader: "echo postgres3-0",
+    }),
     own_scenes: &[
         (
             "a write is read at the standbys",
             script(
-                "at 0 -c 'create table t as select 42 as a'; at 1 -c 'select a from t'; at 2 -c 'select a from t'",
+                "at 0 -c 'create table t as select 42 as a'
+for i in 1 2; do until at $i -c 'select a from t' 2> /tmp/error; do sleep 0.1; done; done",
                 "42\n42",
             ),
         ),
@@ -77,12 +83,14 @@ const SENTINEL: Server = Server {
     name: "sentinel",
     port: 6379,
     start: "
-own=$POD_NAME.sentinel-pods.stateful.svc.cluster.local
-first=sentinel-0.sentinel-pods.stateful.svc.cluster.local
-printf '%s\\n' \"port $PORT\" 'protected-mode no' 'dir /data' \"replica-announce-ip $own\" > /data/redis.conf
-if [[ $POD_NAME != sentinel-0 ]]; then echo \"replicaof $first $PORT\" >> /data/redis.conf; fi
-printf '%s\\n' 'port 26379' 'protected-mode no' 'sentinel resolve-hostnames yes' 'sentinel announce-hostnames yes' \\
-  \"sentinel announce-ip $own\" \"sentinel monitor main $first $PORT 2\" 'sentinel down-after-milliseconds main 5000' > /data/sentinel.conf
+domain=sentinel-pods.$POD_NAMESPACE.svc.cluster.local
+own=$POD_NAME.$domain first=sentinel-0.$domain
+if [[ ! -e /data/sentinel.conf ]]; then
+  printf '%s\\n' \"port $PORT\" 'protected-mode no' 'dir /data' 'appendonly yes' \"replica-announce-ip $own\" > /data/redis.conf
+  if [[ $POD_NAME != sentinel-0 ]]; then echo \"replicaof $first $PORT\" >> /data/redis.conf; fi
+  printf '%s\\n' 'port 26379' 'protected-mode no' 'sentinel resolve-hostnames yes' 'sentinel announce-hostnames yes' \\
+    \"sentinel announce-ip $own\" \"sentinel monitor main $first $PORT 2\" 'sentinel down-after-milliseconds main 5000' > /data/sentinel.conf
+fi
 redis-sentinel /data/sentinel.conf &
 exec redis-server /data/redis.conf",
     readiness: Readiness::Script("redis-cli -h 127.0.0.1 -p $PORT ping | grep PONG"),
@@ -97,6 +105,11 @@ done",
         "flags master\nnum-slaves 2\nnum-other-sentinels 2\nflags master\nnum-slaves 2\nnum-other-sentinels 2\n\
          flags master\nnum-slaves 2\nnum-other-sentinels 2",
     ),
+    writer: Some(Writer {
+        kind: "sentinel",
+        port: 26379,
+        leader: "master=$(master 0); echo ${master%%.*}",
+    }),
     own_scenes: &[
         (
             "a write reaches both replicas",
@@ -127,7 +140,7 @@ const REDIS_CLUSTER: Server = Server {
     port: 6379,
     members: 6,
     inbound_mode: InboundMode::Tproxy,
-    start: "exec redis-server --port $PORT --protected-mode no --dir /data --cluster-enabled yes --cluster-node-timeout 5000",
+    start: "exec redis-server --port $PORT --protected-mode no --dir /data --appendonly yes --cluster-enabled yes --cluster-node-timeout 5000",
     readiness: Readiness::Script("redis-cli -h 127.0.0.1 -p $PORT ping | grep PONG"),
     version: "redis-server --version",
     client: "
@@ -138,6 +151,14 @@ nodes() { for i in 0 1 2 3 4 5; do echo $(getent hosts redis-cluster-$i.redis-cl
 for i in 0 1 2 3 4 5; do at $i cluster info | tr -d '\\r' | grep -E 'cluster_state|cluster_known_nodes'; done | sort | uniq -c | tr -s ' '",
         "6 cluster_known_nodes:6\n 6 cluster_state:ok",
     ),
+    writer: Some(Writer {
+        kind: "redis-cluster",
+        port: 6379,
+        leader: "
+for i in 0 1 2 3 4 5; do
+  [[ $(redis-cli -h redis-cluster-$i.redis-cluster-pods -p $port scard $name) == *MOVED* ]] || echo redis-cluster-$i
+done",
+    }),
     own_scenes: &[(
         "keys of all nodes",
         script(
@@ -153,12 +174,12 @@ const RABBITMQ: Server = Server {
     name: "rabbitmq3",
     port: 5672,
     start: "
-domain=rabbitmq3-pods.stateful.svc.cluster.local
+domain=rabbitmq3-pods.$POD_NAMESPACE.svc.cluster.local
 export HOME=/data RABBITMQ_MNESIA_BASE=/data/mnesia RABBITMQ_LOGS=- RABBITMQ_LOG_BASE=/data ERL_CRASH_DUMP=/data/crash
 export RABBITMQ_USE_LONGNAME=true RABBITMQ_NODENAME=rabbit@$POD_NAME.$domain
 export RABBITMQ_CONFIG_FILE=/tmp/rabbitmq.conf RABBITMQ_ENABLED_PLUGINS_FILE=/tmp/plugins
 echo '[rabbitmq_management].' > /tmp/plugins
-printf secret > /data/.erlang.cookie
+[[ -e /data/.erlang.cookie ]] || printf secret > /data/.erlang.cookie
 chmod 400 /data/.erlang.cookie
 printf '%s\\n' \"listeners.tcp.default = $PORT\" 'loopback_users.guest = false' \\
   'cluster_formation.peer_discovery_backend = classic_config' > /tmp/rabbitmq.conf
@@ -169,6 +190,11 @@ exec /usr/lib/rabbitmq/bin/rabbitmq-server",
 api() { curl -sSf -u guest:guest -H 'content-type: application/json' http://rabbitmq3-$1.rabbitmq3-pods:15672/api/$2 \"${@:3}\"; }
 url() { echo amqp://guest:guest@rabbitmq3-$1.rabbitmq3-pods:$port; }",
     formation_check: script("api 0 nodes?columns=running | grep -o true | wc -l", "3"),
+    writer: Some(Writer {
+        kind: "rabbitmq",
+        port: 5672,
+        leader: "api 0 queues/%2f/$name?columns=leader | grep -o '@[^.]*' | cut -c 2-",
+    }),
     own_scenes: &[(
         "quorum queue",
         script(
@@ -203,6 +229,13 @@ run() {
         "run MetadataQuorumCommand 0 describe --replication | grep -cE 'Leader|Follower'",
         "3",
     ),
+    writer: Some(Writer {
+        kind: "kafka",
+        port: 9092,
+        leader: "
+leader=$(run TopicCommand 0 --describe --topic $name | grep -o 'Leader: [0-9]*')
+echo kafka3-$((${leader#* } - 1))",
+    }),
     own_scenes: &[(
         "a message with three replicas",
         script(
@@ -231,6 +264,15 @@ exec etcd --name $POD_NAME --data-dir /data/etcd --listen-peer-urls http://0.0.0
 export ETCDCTL_API=3
 at() { etcdctl --endpoints http://etcd3-$1.etcd3-pods:$port \"${@:2}\"; }",
     formation_check: script("at 0 endpoint health --cluster 2>&1 | grep -c 'is healthy'", "3"),
+    writer: Some(Writer {
+        kind: "etcd",
+        port: 2379,
+        // `etcdctl endpoint status` of this version sends an authority that HTTP/2 forbids.
+        leader: "
+for i in 0 1 2; do
+  if curl -sSf http://etcd3-$i.etcd3-pods:$port/metrics | grep '^etcd_server_is_leader 1' > /tmp/leader; then echo etcd3-$i; fi
+done",
+    }),
     own_scenes: &[(
         "a write is read at another member",
         script("at 0 put a 42; at 2 get --print-value-only a", "OK\n42"),
@@ -258,6 +300,11 @@ at() {
     org.apache.zookeeper.ZooKeeperMain -server zookeeper3-$1.zookeeper3-pods:$port
 }",
     formation_check: script("for i in 0 1 2; do state $i; done | sort", "follower\nfollower\nleader"),
+    writer: Some(Writer {
+        kind: "zookeeper",
+        port: 2181,
+        leader: "for i in 0 1 2; do if [[ $(state $i) == leader ]]; then echo zookeeper3-$i; fi; done",
+    }),
     own_scenes: &[(
         "a write is read at another member",
         script(
@@ -283,6 +330,11 @@ at() { nats --server nats://nats3-$1.nats3-pods:$port \"${@:2}\"; }",
         "for i in 0 1 2; do curl -sSf http://nats3-$i.nats3-pods:8222/jsz | grep -c '\"cluster_size\": 3'; done",
         "1\n1\n1",
     ),
+    writer: Some(Writer {
+        kind: "nats",
+        port: 4222,
+        leader: r#"at 0 stream info $name -j | grep -o '"leader": "[^"]*' | head -n 1 | cut -d '"' -f 4"#,
+    }),
     own_scenes: &[(
         "a value with three replicas",
         script("at 0 kv add a --replicas=3 >&2; at 0 kv put a a 42; at 2 kv get a a --raw", "42\n42"),

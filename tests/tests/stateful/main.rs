@@ -1,13 +1,15 @@
 //! Real databases and brokers with sidecars, under the default policy `all-authenticated`.
 //!
 //! A table of servers, each with its manifest and client commands, times a table of scenes. A default run does the short scenes with
-//! three databases; `TULLE_TEST_FULL=1` runs all servers and all scenes, and then clusters of three.
+//! three databases; `TULLE_TEST_FULL=1` runs all servers and all scenes, and then clusters of three. `TULLE_STATEFUL_SERVERS` selects
+//! servers by their names, separated by commas.
 
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod brokers;
 mod clusters;
 mod databases;
+mod disturbances;
 mod manifest;
 mod results;
 mod scenes;
@@ -18,6 +20,7 @@ use std::env;
 
 use tulle_tests::images::Image;
 
+use self::server::Server;
 use self::suite::Suite;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -31,7 +34,27 @@ async fn databases_and_brokers_work_with_sidecars_and_no_settings() {
         servers.extend(brokers::ALL);
         clusters.extend(clusters::ALL);
     }
-    let suite = Suite::start(&images, is_full).await.unwrap();
+    servers.retain(is_selected);
+    clusters.retain(is_selected);
+    let suite = Suite::start(1, &images, is_full).await.unwrap();
     suite.run(&servers, &clusters).await.unwrap();
     suite.results.print_and_assert();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "takes an hour; `./run stateful` runs it"]
+async fn clusters_lose_no_acknowledged_write() {
+    let suite = Suite::start(2, &[Image::Databases, Image::Brokers], true)
+        .await
+        .unwrap();
+    for server in clusters::ALL.iter().filter(|server| is_selected(server)) {
+        if let Some(writer) = server.writer {
+            suite.disturb_cluster(server, writer).await.unwrap();
+        }
+    }
+    suite.results.print_and_assert();
+}
+
+fn is_selected(server: &Server) -> bool {
+    env::var("TULLE_STATEFUL_SERVERS").map_or(true, |names| names.split(',').any(|name| name == server.name))
 }

@@ -1,5 +1,7 @@
 //! The Kubernetes objects of servers and of their clients.
 
+use std::path::PathBuf;
+
 use serde_json::{Value, json};
 use tulle_tests::images::Image;
 
@@ -7,7 +9,7 @@ use super::server::{InboundMode, Readiness, Server};
 
 /// The namespace of servers and meshed clients.
 pub(super) const NAMESPACE: &str = "stateful";
-/// The namespace of clients without a sidecar.
+/// The namespace of pods without a sidecar.
 pub(super) const OUTSIDE: &str = "outside";
 
 /// Both namespaces, with a client for each image.
@@ -39,6 +41,7 @@ fn client(image: Image, namespace: &str) -> Value {
     let name = client_name(image);
     let pod = json!({
         "terminationGracePeriodSeconds": 0,
+        "nodeSelector": {"kubernetes.io/hostname": "node1"}, // a test drains another node
         "volumes": [{"name": "tmp", "emptyDir": {}}],
         "containers": [{
             "name": "client",
@@ -62,19 +65,38 @@ fn client(image: Image, namespace: &str) -> Value {
 /// A server as its usual chart describes it.
 pub(super) struct Deployed<'a> {
     pub(super) server: &'a Server,
+    pub(super) namespace: &'static str,
     /// Also the name of its Service. That of its headless Service has the suffix `-pods`.
     pub(super) name: String,
     pub(super) port: u16,
+    /// A directory with one for each pod, whose files outlive the pods. `None`: pods start without files.
+    pub(super) storage: Option<PathBuf>,
 }
 
-impl Deployed<'_> {
+impl<'a> Deployed<'a> {
+    /// A server on its usual port.
+    pub(super) fn new(server: &'a Server, namespace: &'static str) -> Self {
+        Self {
+            server,
+            namespace,
+            name: server.name.to_owned(),
+            port: server.port,
+            storage: None,
+        }
+    }
+
+    /// The names of its pods.
+    pub(super) fn pods(&self) -> impl Iterator<Item = String> {
+        (0..self.server.members).map(|number| format!("{}-{number}", self.name))
+    }
+
     pub(super) fn manifest(&self) -> Value {
         let (name, ports) = (&self.name, json!([{"name": "server", "port": self.port}]));
         let service = |name: String, spec: Value| {
             json!({
                 "apiVersion": "v1",
                 "kind": "Service",
-                "metadata": {"name": name, "namespace": NAMESPACE},
+                "metadata": {"name": name, "namespace": self.namespace},
                 "spec": spec,
             })
         };
@@ -88,14 +110,19 @@ impl Deployed<'_> {
             service(name.clone(), json!({"selector": {"app": name}, "ports": ports})),
             service(format!("{name}-pods"), headless),
             self.stateful_set(),
+            self.disruption_budget(),
         ])
     }
 
     fn stateful_set(&self) -> Value {
         let (name, user) = (&self.name, self.server.user);
-        let mounts = ["data", "run", "tmp"];
-        let volumes = mounts.map(|volume| json!({"name": volume, "emptyDir": {}}));
-        let mounts = mounts.map(|volume| json!({"name": volume, "mountPath": format!("/{volume}")}));
+        let names = ["data", "run", "tmp"];
+        let mut volumes = names.map(|volume| json!({"name": volume, "emptyDir": {}}));
+        let mut mounts = names.map(|volume| json!({"name": volume, "mountPath": format!("/{volume}")}));
+        if let Some(storage) = &self.storage {
+            volumes[0] = json!({"name": "data", "hostPath": {"path": storage}});
+            mounts[0]["subPathExpr"] = json!("$(POD_NAME)");
+        }
         let field = |name: &str, path: &str| json!({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}});
         let container = json!({
             "name": "server",
@@ -105,11 +132,18 @@ impl Deployed<'_> {
             "env": [
                 {"name": "PORT", "value": self.port.to_string()},
                 field("POD_NAME", "metadata.name"),
+                field("POD_NAMESPACE", "metadata.namespace"),
                 field("POD_IP", "status.podIP"),
             ],
             "securityContext": {"runAsUser": user, "runAsGroup": user},
             "readinessProbe": self.readiness(),
             "volumeMounts": mounts,
+        });
+        let spread = json!({
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {"app": name}},
         });
         let annotations = match self.server.inbound_mode {
             InboundMode::Redirect => json!({}),
@@ -118,7 +152,7 @@ impl Deployed<'_> {
         json!({
             "apiVersion": "apps/v1",
             "kind": "StatefulSet",
-            "metadata": {"name": name, "namespace": NAMESPACE},
+            "metadata": {"name": name, "namespace": self.namespace},
             "spec": {
                 "serviceName": format!("{name}-pods"),
                 "replicas": self.server.members,
@@ -126,9 +160,24 @@ impl Deployed<'_> {
                 "selector": {"matchLabels": {"app": name}},
                 "template": {
                     "metadata": {"labels": {"app": name}, "annotations": annotations},
-                    "spec": {"terminationGracePeriodSeconds": 5, "volumes": volumes, "containers": [container]},
+                    "spec": {
+                        "terminationGracePeriodSeconds": if self.storage.is_some() { 30 } else { 5 },
+                        "topologySpreadConstraints": [spread],
+                        "volumes": volumes,
+                        "containers": [container],
+                    },
                 },
             },
+        })
+    }
+
+    /// Lets a drain evict one member at a time.
+    fn disruption_budget(&self) -> Value {
+        json!({
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": {"name": self.name, "namespace": self.namespace},
+            "spec": {"maxUnavailable": 1, "selector": {"matchLabels": {"app": self.name}}},
         })
     }
 

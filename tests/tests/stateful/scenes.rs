@@ -4,7 +4,7 @@ use anyhow::{Context as _, bail, ensure};
 use tokio::time::Instant;
 
 use super::manifest::{Deployed, NAMESPACE, OUTSIDE};
-use super::server::{Script, Server};
+use super::server::Script;
 use super::suite::{Client, Suite};
 
 impl Suite {
@@ -20,7 +20,7 @@ impl Suite {
             &deployed.name
         };
         let run_scene = async |scene: &str, host: &str, script: Script| {
-            let client = self.client_of(server);
+            let client = Client::of(deployed);
             let (took, result) = self.check(client, &preamble(deployed, host), script).await;
             self.results.add((&deployed.name, &version), scene, took, result);
         };
@@ -54,7 +54,7 @@ impl Suite {
     pub(super) async fn run_cluster_scenes(&self, deployed: &Deployed<'_>) -> anyhow::Result<()> {
         let (server, preamble) = (deployed.server, preamble(deployed, &deployed.name));
         let version = self.version_of(deployed).await?;
-        let run_scene = async |script: Script| self.check(self.client_of(server), &preamble, script).await;
+        let run_scene = async |script: Script| self.check(Client::of(deployed), &preamble, script).await;
         let begun = Instant::now();
         let formed = async || run_scene(server.formation_check).await.1.map(drop);
         let formed = self.meshed.cluster.wait_until("the cluster is formed", formed).await;
@@ -83,14 +83,11 @@ impl Suite {
             query.run
         );
         let begun = Instant::now();
-        let result = self
-            .exec_client(self.client_of(server), &run)
-            .await
-            .and_then(|printed| {
-                let printed = printed.trim();
-                ensure!(printed == format!("{count} {last_line}"), "printed {printed:?}");
-                Ok("ok".to_owned())
-            });
+        let result = self.exec_client(Client::of(deployed), &run).await.and_then(|printed| {
+            let printed = printed.trim();
+            ensure!(printed == format!("{count} {last_line}"), "printed {printed:?}");
+            Ok("ok".to_owned())
+        });
         let scene = format!("{count} connections");
         self.results
             .add((&deployed.name, version), &scene, begun.elapsed(), result);
@@ -101,7 +98,7 @@ impl Suite {
         let server = deployed.server;
         let client = Client {
             namespace: OUTSIDE,
-            ..self.client_of(server)
+            ..Client::of(deployed)
         };
         let host = format!("{}-0.{}-pods.{NAMESPACE}", deployed.name, deployed.name);
         // `timeout` ends a client that tries again and again.
@@ -137,22 +134,15 @@ impl Suite {
         self.wait_for_server(deployed).await?;
         let version = self.version_of(deployed).await?;
         let preamble = preamble(deployed, &deployed.name);
-        let (took, result) = self.check(self.client_of(server), &preamble, idle).await;
+        let (took, result) = self.check(Client::of(deployed), &preamble, idle).await;
         let scene = format!("{IDLE_SECONDS} s of silence");
         self.results.add((&deployed.name, &version), &scene, took, result);
         Ok(())
     }
-
-    fn client_of(&self, server: &Server) -> Client {
-        Client {
-            namespace: NAMESPACE,
-            image: server.image,
-        }
-    }
 }
 
 /// The variables of a client's script.
-fn preamble(deployed: &Deployed<'_>, host: &str) -> String {
+pub(super) fn preamble(deployed: &Deployed<'_>, host: &str) -> String {
     let (port, client) = (deployed.port, deployed.server.client);
     format!("host={host} port={port} idle={IDLE_SECONDS}\n{client}")
 }

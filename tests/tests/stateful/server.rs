@@ -36,6 +36,17 @@ pub(super) struct Server {
     pub(super) inbound_mode: InboundMode,
     /// Its output shows that all members know each other.
     pub(super) formation_check: Script,
+    pub(super) writer: Option<Writer>,
+}
+
+/// How the program `writer` writes to a cluster while its members are disturbed.
+#[derive(Clone, Copy)]
+pub(super) struct Writer {
+    /// The first argument of the program.
+    pub(super) kind: &'static str,
+    pub(super) port: u16,
+    /// A script that prints the pod whose loss stops writes. What is written has the name `$name`.
+    pub(super) leader: &'static str,
 }
 
 /// How the sidecar of a server hands connections to it.
@@ -89,6 +100,7 @@ impl Server {
         members: 1,
         inbound_mode: InboundMode::Redirect,
         formation_check: script("", ""),
+        writer: None,
     };
 }
 

@@ -10,7 +10,7 @@ use tulle_tests::commands;
 use tulle_tests::images::Image;
 use tulle_tests::meshed::MeshedCluster;
 
-use super::manifest::{self, Deployed, NAMESPACE};
+use super::manifest::{self, Deployed, NAMESPACE, OUTSIDE};
 use super::results::Results;
 use super::server::{Script, Server};
 
@@ -27,10 +27,21 @@ pub(super) struct Client {
     pub(super) image: Image,
 }
 
+impl Client {
+    /// The client of a server that has the server's image and is in its namespace.
+    pub(super) fn of(server: &Deployed<'_>) -> Self {
+        Self {
+            namespace: server.namespace,
+            image: server.server.image,
+        }
+    }
+}
+
 impl Suite {
-    /// Starts a cluster of one node with clients that have these images.
-    pub(super) async fn start(images: &[Image], is_full: bool) -> anyhow::Result<Self> {
+    /// Starts a cluster with clients that have these images.
+    pub(super) async fn start(nodes: u8, images: &[Image], is_full: bool) -> anyhow::Result<Self> {
         let options = ClusterOptions {
+            nodes,
             images: [&[Image::Controller, Image::Proxy][..], images].concat(),
             ..ClusterOptions::default()
         };
@@ -41,6 +52,10 @@ impl Suite {
             results: Results::default(),
         };
         suite.meshed.apply(&manifest::clients(images).to_string()).await?;
+        for namespace in [NAMESPACE, OUTSIDE] {
+            let args = format!("wait -n {namespace} --for=condition=Available deploy --all --timeout=100s");
+            suite.meshed.kubectl(&args).await?;
+        }
         Ok(suite)
     }
 
@@ -49,10 +64,6 @@ impl Suite {
         let deployed: Vec<Deployed<'_>> = servers.iter().flat_map(deployments).collect();
         for server in &deployed {
             self.meshed.apply(&server.manifest().to_string()).await?;
-        }
-        for namespace in [NAMESPACE, manifest::OUTSIDE] {
-            let args = format!("wait -n {namespace} --for=condition=Available deploy --all --timeout=100s");
-            self.meshed.kubectl(&args).await?;
         }
         let others = async {
             self.run_scenes_in_turn(&deployed).await?;
@@ -65,21 +76,19 @@ impl Suite {
     /// Runs clusters one after another, so that only one needs memory.
     async fn run_clusters(&self, clusters: &[Server]) -> anyhow::Result<()> {
         for server in clusters {
-            let cluster = Deployed {
-                server,
-                name: server.name.to_owned(),
-                port: server.port,
-            };
+            let cluster = Deployed::new(server, NAMESPACE);
             self.meshed.apply(&cluster.manifest().to_string()).await?;
             self.wait_for_server(&cluster).await?;
             self.run_cluster_scenes(&cluster).await?;
-            let delete = format!(
-                "delete statefulset,service -n {NAMESPACE} {0} {0}-pods --ignore-not-found",
-                cluster.name
-            );
-            self.meshed.kubectl(&delete).await?;
+            self.delete(&cluster).await?;
         }
         Ok(())
+    }
+
+    pub(super) async fn delete(&self, server: &Deployed<'_>) -> anyhow::Result<()> {
+        let (name, namespace) = (&server.name, server.namespace);
+        let line = format!("delete statefulset,service,pdb -n {namespace} {name} {name}-pods --ignore-not-found");
+        self.meshed.kubectl(&line).await.map(drop)
     }
 
     /// Runs the scenes of a long silence, of all servers at the same time.
@@ -102,10 +111,10 @@ impl Suite {
     /// Waits until the pod of a server is ready.
     pub(super) async fn wait_for_server(&self, server: &Deployed<'_>) -> anyhow::Result<()> {
         let name = format!("statefulset/{}", server.name);
-        let args = ["rollout", "status", "-n", NAMESPACE, &name, "--timeout=110s"];
+        let args = ["rollout", "status", "-n", server.namespace, &name, "--timeout=110s"];
         let waited = self.meshed.cluster.kubectl(&args).await;
         if let Err(error) = waited {
-            let args = ["logs", "-n", NAMESPACE, &name, "-c", "server", "--tail=20"];
+            let args = ["logs", "-n", server.namespace, &name, "-c", "server", "--tail=20"];
             let log = self.meshed.cluster.kubectl(&args).await;
             return Err(error.context(log.unwrap_or_else(|error| format!("{error:#}"))));
         }
@@ -115,7 +124,9 @@ impl Suite {
     /// The version of a server, as its program prints it.
     pub(super) async fn version_of(&self, server: &Deployed<'_>) -> anyhow::Result<String> {
         let pod = format!("{}-0", server.name);
-        let printed = self.exec(NAMESPACE, &pod, "server", server.server.version).await?;
+        let printed = self
+            .exec(server.namespace, &pod, "server", server.server.version)
+            .await?;
         Ok(short_version(&printed))
     }
 
@@ -171,17 +182,12 @@ impl Suite {
 
 /// A server on its usual port, and on another one if the chart's list of opaque ports has the usual one.
 fn deployments(server: &Server) -> Vec<Deployed<'_>> {
-    let usual = Deployed {
-        server,
-        name: server.name.to_owned(),
-        port: server.port,
-    };
     let unlisted = server.unlisted_port.map(|port| Deployed {
-        server,
         name: format!("{}-unlisted", server.name),
         port,
+        ..Deployed::new(server, NAMESPACE)
     });
-    [usual].into_iter().chain(unlisted).collect()
+    [Deployed::new(server, NAMESPACE)].into_iter().chain(unlisted).collect()
 }
 
 /// The first word with a dot between digits.

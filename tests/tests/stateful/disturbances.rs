@@ -1,0 +1,305 @@
+//! Clusters lose members while a client writes to them, in the mesh and at the same time outside of it.
+
+use std::process::Stdio;
+use std::time::Duration;
+use std::{env, fs};
+
+use anyhow::{Context as _, ensure};
+use futures_util::future::{try_join, try_join_all};
+use nix::sys::signal::{Signal, kill};
+use serde::Deserialize;
+use tokio::io::{AsyncBufReadExt as _, BufReader};
+use tokio::process::{Child, ChildStdin, ChildStdout};
+use tokio::time::{Instant, sleep, timeout};
+use tulle_tests::commands;
+use tulle_tests::images::Image;
+use tulle_tests::meshed::find_process;
+
+use super::manifest::{self, Deployed, NAMESPACE, OUTSIDE};
+use super::scenes::preamble;
+use super::server::{Server, Writer};
+use super::suite::{Client, Suite};
+
+#[derive(Clone, Copy, Debug)]
+enum Disturbance {
+    ControlPlaneGone,
+    /// The sidecar of the leader is killed. Outside of the mesh nothing happens.
+    SidecarKilled,
+    Rollout,
+    LeaderKilled,
+    /// The leader's pod is deleted at once, so that nobody has its address.
+    PodDeleted,
+    NodeDrained,
+}
+
+/// What the program `writer` prints at its end.
+#[derive(Deserialize)]
+struct Report {
+    acknowledged: u32,
+    failed: u32,
+    lost: u32,
+    longest_pause_ms: f64,
+    errors: std::collections::BTreeMap<String, u32>,
+}
+
+/// A running `writer`. It ends when its input does.
+struct RunningWriter {
+    _child: Child,
+    input: ChildStdin,
+    lines: tokio::io::Lines<BufReader<ChildStdout>>,
+}
+
+/// The cluster in the mesh, and its copy outside.
+type Copies<'a> = [Deployed<'a>; 2];
+
+impl Suite {
+    /// Disturbs a cluster in each way, `TULLE_STATEFUL_TIMES` times.
+    pub(super) async fn disturb_cluster(&self, server: &Server, writer: Writer) -> anyhow::Result<()> {
+        let copies = [NAMESPACE, OUTSIDE].map(|namespace| Deployed {
+            storage: Some(self.meshed.file("storage").join(namespace).join(server.name)),
+            ..Deployed::new(server, namespace)
+        });
+        for copy in &copies {
+            create_storage(copy)?;
+            self.meshed.apply(&copy.manifest().to_string()).await?;
+        }
+        self.wait_until_formed(&copies).await?;
+        let version = self.version_of(&copies[0]).await?;
+        let times: u32 = env::var("TULLE_STATEFUL_TIMES").map_or(Ok(1), |times| times.parse())?;
+        for disturbance in Disturbance::ALL {
+            let begun = Instant::now();
+            let mut reports = Vec::new();
+            for time in 0..times {
+                let name = format!("written_{disturbance:?}_{time}").to_lowercase();
+                reports.push(self.disturb(&copies, writer, disturbance, &name).await?);
+            }
+            self.results.add(
+                (server.name, &version),
+                disturbance.scene(),
+                begun.elapsed(),
+                summary(&reports),
+            );
+        }
+        for copy in &copies {
+            self.delete(copy).await?;
+        }
+        Ok(())
+    }
+
+    /// Returns the reports of the writers in the mesh and outside.
+    async fn disturb(
+        &self,
+        copies: &Copies<'_>,
+        writer: Writer,
+        disturbance: Disturbance,
+        name: &str,
+    ) -> anyhow::Result<[Report; 2]> {
+        let started = copies.iter().map(|copy| self.start_writer(copy, writer, name));
+        let writers = try_join_all(started).await?;
+        let leaders = try_join_all(copies.iter().map(|copy| self.leader_of(copy, writer, name))).await?;
+        self.apply_disturbance(copies, disturbance, &leaders)
+            .await
+            .with_context(|| format!("{}, {leaders:?}", disturbance.scene()))?;
+        self.wait_until_formed(copies).await?;
+        if matches!(disturbance, Disturbance::NodeDrained) {
+            self.meshed.kubectl(&format!("uncordon {DRAINED_NODE}")).await?;
+        }
+        sleep(AFTERWARDS).await;
+        let reports = try_join_all(writers.into_iter().map(RunningWriter::finish)).await?;
+        reports.try_into().ok().context("two reports")
+    }
+
+    async fn apply_disturbance(
+        &self,
+        copies: &Copies<'_>,
+        disturbance: Disturbance,
+        leaders: &[String],
+    ) -> anyhow::Result<()> {
+        let meshed = &self.meshed;
+        match disturbance {
+            Disturbance::ControlPlaneGone => {
+                meshed.kubectl("scale deploy --all -n linkerd --replicas=0").await?;
+                sleep(WITHOUT_CONTROL_PLANE).await;
+                meshed.kubectl("scale deploy --all -n linkerd --replicas=1").await?;
+                meshed.wait_for_control_plane().await
+            }
+            Disturbance::SidecarKilled => {
+                kill_main_process(&[format!("_pod_name={}", leaders[0]), format!("_pod_ns={NAMESPACE}")])
+            }
+            Disturbance::Rollout => {
+                let restart = async |copy: &Deployed<'_>| {
+                    let line = format!("rollout restart -n {} statefulset/{}", copy.namespace, copy.name);
+                    meshed.kubectl(&line).await?;
+                    self.wait_for_server(copy).await
+                };
+                try_join(restart(&copies[0]), restart(&copies[1])).await.map(drop)
+            }
+            Disturbance::LeaderKilled => copies.iter().zip(leaders).try_for_each(|(copy, leader)| {
+                kill_main_process(&[
+                    format!("POD_NAME={leader}"),
+                    format!("POD_NAMESPACE={}", copy.namespace),
+                ])
+            }),
+            Disturbance::PodDeleted => {
+                let delete = async |copy: &Deployed<'_>, leader: &str| {
+                    let line = format!("delete pod -n {} {leader} --force --grace-period=0", copy.namespace);
+                    meshed.kubectl(&line).await
+                };
+                let deleted = copies.iter().zip(leaders).map(|(copy, leader)| delete(copy, leader));
+                try_join_all(deleted).await.map(drop)
+            }
+            Disturbance::NodeDrained => {
+                let mut drain = meshed.cluster.command("kubectl")?;
+                drain.args(["drain", DRAINED_NODE, "--ignore-daemonsets", "--delete-emptydir-data"]);
+                let output = commands::output_within(DRAIN_TIMEOUT, "the drain", drain).await?;
+                ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+                Ok(())
+            }
+        }
+    }
+
+    /// Waits until all members of both copies are ready and know each other.
+    async fn wait_until_formed(&self, copies: &Copies<'_>) -> anyhow::Result<()> {
+        let formed = async |copy: &Deployed<'_>| {
+            self.wait_for_server(copy).await?;
+            let (preamble, check) = (preamble(copy, &copy.name), copy.server.formation_check);
+            let formed = async || self.check(Client::of(copy), &preamble, check).await.1.map(drop);
+            let what = format!("the cluster {} in {} is formed", copy.name, copy.namespace);
+            self.meshed.cluster.wait_until(&what, formed).await
+        };
+        try_join(formed(&copies[0]), formed(&copies[1])).await.map(drop)
+    }
+
+    async fn leader_of(&self, copy: &Deployed<'_>, writer: Writer, name: &str) -> anyhow::Result<String> {
+        let run = format!("name={name} {}\n{}", preamble(copy, &copy.name), writer.leader);
+        let leader = self.exec_client(Client::of(copy), &run).await?.trim().to_owned();
+        let is_member = copy.pods().any(|pod| pod == leader);
+        ensure!(
+            is_member,
+            "the leader of {} in {}: {leader:?}",
+            copy.name,
+            copy.namespace
+        );
+        Ok(leader)
+    }
+
+    /// Starts a writer, and waits until it writes.
+    async fn start_writer(&self, copy: &Deployed<'_>, writer: Writer, name: &str) -> anyhow::Result<RunningWriter> {
+        let addrs = copy
+            .pods()
+            .map(|pod| format!("{pod}.{}-pods:{}", copy.name, writer.port));
+        let client = format!("deploy/{}", manifest::client_name(Image::Brokers));
+        let mut kubectl = self.meshed.cluster.command("kubectl")?;
+        kubectl
+            .args(["exec", "-i", "-n", copy.namespace, &client, "-c", "client", "--"])
+            .args(["writer", writer.kind, name])
+            .args(addrs)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .kill_on_drop(true);
+        let mut child = kubectl.spawn().context("starting a writer")?;
+        let stdout = child.stdout.take().context("the output of a writer")?;
+        let mut writer = RunningWriter {
+            input: child.stdin.take().context("the input of a writer")?,
+            lines: BufReader::new(stdout).lines(),
+            _child: child,
+        };
+        let what = format!("the first acknowledgement of {} in {}", copy.name, copy.namespace);
+        let first = timeout(WRITER_TIMEOUT, writer.lines.next_line()).await;
+        let first = first.with_context(|| what.clone())??;
+        ensure!(first.as_deref() == Some("writing"), "{what}: {first:?}");
+        Ok(writer)
+    }
+}
+
+impl RunningWriter {
+    async fn finish(mut self) -> anyhow::Result<Report> {
+        drop(self.input);
+        let line = timeout(WRITER_TIMEOUT, self.lines.next_line()).await;
+        let line = line.context("the report of a writer")??.context("no report")?;
+        serde_json::from_str(&line).with_context(|| format!("the report of a writer: {line}"))
+    }
+}
+
+impl Disturbance {
+    const ALL: [Self; 6] = [
+        Self::ControlPlaneGone,
+        Self::SidecarKilled,
+        Self::Rollout,
+        Self::LeaderKilled,
+        Self::PodDeleted,
+        Self::NodeDrained,
+    ];
+
+    fn scene(self) -> &'static str {
+        match self {
+            Self::ControlPlaneGone => "control plane gone for 15 s",
+            Self::SidecarKilled => "sidecar of the leader killed",
+            Self::Rollout => "rolling restart",
+            Self::LeaderKilled => "leader killed",
+            Self::PodDeleted => "leader's pod deleted by force",
+            Self::NodeDrained => "node drained",
+        }
+    }
+}
+
+/// Creates the directories of all pods. Servers do not run as root.
+fn create_storage(copy: &Deployed<'_>) -> anyhow::Result<()> {
+    use std::os::unix::fs::PermissionsExt as _;
+    let storage = copy.storage.as_ref().context("no storage")?;
+    for pod in copy.pods() {
+        let dir = storage.join(pod);
+        fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o777))?;
+    }
+    Ok(())
+}
+
+/// Kills the first process of the container with these environment variables.
+fn kill_main_process(variables: &[String]) -> anyhow::Result<()> {
+    let process = find_process(&variables.join(" "), |read| {
+        let (environ, status) = (read("environ"), read("status"));
+        let has_variable = |variable: &String| environ.split('\0').any(|found| found == variable);
+        // The last number is its process ID in the container.
+        let is_first = status
+            .lines()
+            .any(|line| line.starts_with("NSpid:") && line.ends_with("\t1"));
+        is_first && variables.iter().all(has_variable)
+    })?;
+    kill(process, Signal::SIGKILL).with_context(|| format!("killing {process}"))
+}
+
+/// The sums of all writers in the mesh and outside, and the medians of their longest pauses.
+///
+/// # Errors
+/// Fails if acknowledged writes in the mesh are lost.
+fn summary(reports: &[[Report; 2]]) -> anyhow::Result<String> {
+    let of = |copy: usize| reports.iter().map(move |reports| &reports[copy]);
+    let line = |copy: usize| {
+        let sum = |count: fn(&Report) -> u32| of(copy).map(count).sum::<u32>();
+        let mut pauses: Vec<f64> = of(copy).map(|report| report.longest_pause_ms / 1e3).collect();
+        pauses.sort_by(f64::total_cmp);
+        let pause = pauses[pauses.len() / 2];
+        let (lost, acknowledged, failed) = (
+            sum(|report| report.lost),
+            sum(|report| report.acknowledged),
+            sum(|report| report.failed),
+        );
+        let text = format!("lost {lost} of {acknowledged}, failed {failed}, longest pause {pause:.2} s");
+        (lost, text)
+    };
+    let [(lost, meshed), (_, plain)] = [line(0), line(1)];
+    let errors: Vec<_> = of(0).map(|report| &report.errors).collect();
+    let text = format!("{meshed}; without a mesh: {plain}");
+    ensure!(lost == 0, "{text}; {errors:?}");
+    Ok(text)
+}
+
+const DRAINED_NODE: &str = "node2";
+/// Evictions of members of one cluster wait for each other.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(300);
+const WITHOUT_CONTROL_PLANE: Duration = Duration::from_secs(15);
+/// How long writes go on after the cluster is complete.
+const AFTERWARDS: Duration = Duration::from_secs(3);
+/// Longer than the time within which the program has to read what it wrote.
+const WRITER_TIMEOUT: Duration = Duration::from_secs(100);
