@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use nix::unistd::{Gid, Uid, chown};
+use nix::unistd::{User, chown};
 use tulle_core::netns::Namespace;
 
 use super::generators::{LoadResult, run_to_end, seconds_option};
@@ -89,8 +89,8 @@ fn postgres_command(testbed: &Testbed) -> anyhow::Result<Command> {
     let files = testbed.file("postgres");
     if !files.exists() {
         std::fs::create_dir(&files).with_context(|| format!("creating {}", files.display()))?;
-        let (user, group) = (Uid::from_raw(POSTGRES_UID), Gid::from_raw(POSTGRES_UID));
-        chown(&files, Some(user), Some(group)).with_context(|| format!("changing the owner of {}", files.display()))?;
+        let user = User::from_name(POSTGRES_USER)?.with_context(|| format!("there is no user {POSTGRES_USER}"))?;
+        chown(&files, Some(user.uid), None).with_context(|| format!("changing the owner of {}", files.display()))?;
         let mut initdb = command_as_postgres_user(&testbed.server, postgres_program("initdb")?);
         initdb
             .args(["--username", POSTGRES_USER, "--auth=trust", "--no-sync", "--pgdata"])
@@ -240,19 +240,14 @@ fn missing(program: &str) -> String {
 fn command_as_postgres_user(namespace: &Namespace, program: PathBuf) -> Command {
     let mut command = namespace.command("setpriv");
     command
-        .args([
-            &format!("--reuid={POSTGRES_UID}"),
-            &format!("--regid={POSTGRES_UID}"),
-            "--clear-groups",
-        ])
+        .args([&format!("--reuid={POSTGRES_USER}"), "--clear-groups"])
         .arg(program);
     command
 }
 
 const POSTGRES_VERSIONS: &str = "/usr/lib/postgresql";
-const POSTGRES_USER: &str = "bench";
-/// Not that of the proxy, whose connections are not redirected.
-const POSTGRES_UID: u32 = 2103;
+/// The user that the Debian package creates, also in the database.
+const POSTGRES_USER: &str = "postgres";
 const WARM_UP_REDIS_LOAD: RedisLoad = RedisLoad {
     connections: 1,
     pipelined: 1,

@@ -125,6 +125,11 @@ impl Scenario {
             tcp_app: TcpApp::Echo,
             exclusive: false,
         };
+        let opaque = |tcp_app| Setup {
+            traffic: Traffic::Opaque,
+            tcp_app,
+            ..default_setup
+        };
         match self {
             Self::HttpC1
             | Self::HttpC16
@@ -142,20 +147,9 @@ impl Scenario {
                 traffic: Traffic::Http2,
                 ..default_setup
             },
-            Self::Bulk | Self::SmallOpaque | Self::NewMtls => Setup {
-                traffic: Traffic::Opaque,
-                ..default_setup
-            },
-            Self::Pgbench | Self::PgbenchConnect => Setup {
-                traffic: Traffic::Opaque,
-                tcp_app: TcpApp::Postgres,
-                ..default_setup
-            },
-            Self::RedisC1 | Self::RedisC50 | Self::RedisPipelined => Setup {
-                traffic: Traffic::Opaque,
-                tcp_app: TcpApp::Redis,
-                ..default_setup
-            },
+            Self::Bulk | Self::SmallOpaque | Self::NewMtls => opaque(TcpApp::Echo),
+            Self::Pgbench | Self::PgbenchConnect => opaque(TcpApp::Postgres),
+            Self::RedisC1 | Self::RedisC50 | Self::RedisPipelined => opaque(TcpApp::Redis),
             Self::Idle | Self::Hostile => Setup {
                 exclusive: true,
                 ..default_setup
