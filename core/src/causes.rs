@@ -100,8 +100,8 @@ TLS handshake, the reset follows a TLS alert. A connection that must begin with 
 
 The log has a line of level `info` for each refusal by inbound policy and for each failed TLS handshake of a client. The proxy writes
 at most one line per minute for each client address and kind, and for at most 256 such pairs, so that clients cannot fill the log.
-The same holds for each target and cause of outbound connections that are refused and of handshakes that fail, and for each client
-address and port that the authorization `audit` permits.
+The same limit applies to refused outbound connections and failed outbound handshakes, for each pair of target and cause; and to
+what the authorization `audit` permits, for each pair of client address and port.
 Such a minute begins with the first line after the end of the previous one, which may have ended long before. In this first line,
 `suppressed_all_kinds` is the number of lines that were suppressed in the previous minute. It counts the lines of all kinds that
 share the limit. The metrics count the failures of suppressed lines, too.
@@ -326,7 +326,7 @@ pub const ALL: &[Cause] = &[
         "port-not-watched",
         Responsible::Client,
         "503, UNAVAILABLE",
-        "Clients connect to many ports that the pod does not declare and on which no application listens; usually they scan ports. The proxy limits the number of such ports for which it requests a policy: for each client network (an IPv4 address or the /64 of a global IPv6 address) a burst of 16 ports, then 1 a second; for all clients together a burst of 64, then 20 a second. A connection beyond that waits up to 3 seconds for its turn, or is refused at once if that would come later: with this response if the client has started an HTTP request, otherwise with a reset.",
+        "Clients connect to many ports that the pod does not declare and on which no application listens; usually they scan ports. The proxy limits the number of such ports for which it requests a policy: for each client network (an IPv4 address or the /64 of a global IPv6 address) a burst of 16 ports, then 1 a second; for all clients together a burst of 64, then 20 a second. A connection beyond that waits up to 3 seconds for its turn, or is refused at once if its turn would come later: with this response if the client has started an HTTP request, otherwise with a reset.",
         "The proxy's log names a client and a port, once a minute. If the clients do not scan ports, look for applications that have not started or have ended, or declare their ports (`containerPort`). `TULLE_INBOUND_UNKNOWN_POLICY=default` does not permit these connections.",
     ),
     cause(

@@ -1,6 +1,6 @@
 //! Syntax of DNS names, as Kubernetes requires it for names of objects.
 
-/// Returns whether the text consists of the characters of a DNS label. Its length is not checked.
+/// Returns whether the text is a DNS label, apart from the maximum length.
 pub fn is_dns_label_of_any_length(label: &str) -> bool {
     let alphanumeric = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
     let bytes = label.as_bytes();

@@ -45,8 +45,8 @@ impl Identity {
         }
     }
 
-    /// The namespace of the service account that [`service_account_identity`] names. `None` for all other identities, also those of
-    /// another control plane or trust domain.
+    /// The namespace of the service account, if this is the [`service_account_identity`] of one in this control plane and trust
+    /// domain; otherwise `None`.
     pub fn service_account_namespace(&self, control_ns: &str, trust_domain: &str) -> Option<&str> {
         let Self::Dns(name) = self else {
             return None;

@@ -139,7 +139,7 @@ impl Listener {
         F: Future<Output = ConnectionEnd> + Send + 'static,
     {
         let Some(permit) = self.limiter.admit(client.ip()) else {
-            reset(&stream);
+            reset_on_drop(&stream);
             return debug!(%client, server = self.name, "connection limit reached, connection refused");
         };
         let handle = permit.handle();
@@ -163,7 +163,7 @@ impl Listener {
                 Ok(Err(err)) => debug!(%client, server = name, %err, "reading the first byte failed"),
                 Err(_) => {
                     closed.first_byte_timeouts.inc();
-                    reset(&stream);
+                    reset_on_drop(&stream);
                     debug!(%client, server = name, "the client sent no byte within {FIRST_BYTE_TIMEOUT:?}");
                 }
             }
@@ -172,8 +172,8 @@ impl Listener {
     }
 }
 
-/// Makes a refused connection end with a reset when it is dropped.
-fn reset(stream: &TcpStream) {
+/// Makes the connection end with a reset when the stream is dropped.
+fn reset_on_drop(stream: &TcpStream) {
     if let Err(err) = stream.set_zero_linger() {
         debug!(%err, "setting SO_LINGER failed, the connection ends without a reset");
     }

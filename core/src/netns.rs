@@ -1,7 +1,7 @@
 //! Network namespaces for the demo, the tests and the bench.
 //!
 //! A [`Namespace`] has a name under `/run/netns`, so that `ip netns` and `nsenter` find it; dropping the value removes it.
-//! A [`VirtualNetwork`] is a bridge in its own namespace with hosts attached. It does not change the host's network.
+//! A [`VirtualNetwork`] is a bridge in its own namespace with hosts attached. It does not change the machine's network.
 //! Links and addresses are created by the `ip` program: rtnetlink would save only a few milliseconds per host.
 
 use std::fs::{self, File};
@@ -462,8 +462,8 @@ fn enter_namespaces_as_root(mut to_parent: &io::PipeWriter, mut from_parent: &io
     let none = None::<&Path>;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
     let tmpfs = |at: &str| mount(Some("tmpfs"), at, Some("tmpfs"), MsFlags::empty(), Some("mode=0755"));
-    // Before the first `ip netns add` of the host there is no `/run/netns`. This process may not create it in the host's `/run`,
-    // so it gets a `/run` of its own.
+    // Before the first `ip netns add` on the machine there is no `/run/netns`. This process may not create it in the machine's
+    // `/run`, so it gets a `/run` of its own.
     match tmpfs(RUN_NETNS) {
         Err(nix::Error::ENOENT) => {
             tmpfs("/run")?;

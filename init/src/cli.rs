@@ -11,7 +11,8 @@ use tulle_core::names::variable;
 
 use crate::iptables::{DEFAULT_WAIT_SECS, Flavour};
 use crate::options::{
-    self, DEFAULT_PRIORITY, Families, Inbound, InboundMode, InvalidPackets, OnInvalidEntry, OptionError, Options, Scope,
+    self, DEFAULT_PRIORITY, Families, InboundMode, InboundPorts, InvalidPackets, OnInvalidEntry, OptionError, Options,
+    Scope,
 };
 use crate::redirect::{Backend, CleanMode, Ipv6, Job, Mode};
 use crate::validate::ValidateConfig;
@@ -128,7 +129,8 @@ pub struct RedirectArgs {
     /// programs
     #[arg(long, value_enum, value_name = "BACKEND", help_heading = TULLE_OPTIONS_HEADING)]
     backend: Option<BackendArg>,
-    /// Remove the rules of tulle and of Linkerd; drain first waits for open connections
+    /// Remove the rules of tulle and of Linkerd; drain first lets new connections bypass the proxy, and waits until the open ones
+    /// end
     #[arg(long, value_enum, value_name = "now|drain", num_args = 0..=1, require_equals = true, default_missing_value = "now", help_heading = TULLE_OPTIONS_HEADING)]
     clean: Option<CleanArg>,
     /// Maximum time that --clean=drain waits
@@ -314,16 +316,16 @@ impl RedirectArgs {
             [] => options::default_inbound_skip_ports(),
             lists => options::ports("--inbound-ports-to-ignore", lists, on_invalid)?,
         };
-        let (inbound_mode, scope) = self.inbound()?;
+        let (inbound_mode, scope) = self.inbound_mode_and_scope()?;
         Ok(Options {
             inbound_port: options::proxy_port("--incoming-proxy-port", self.incoming_proxy_port)?,
             outbound_port: options::proxy_port("--outgoing-proxy-port", self.outgoing_proxy_port)?,
             proxy_uid: options::user_or_group_id("--proxy-uid", self.proxy_uid)?,
             proxy_gid: options::user_or_group_id("--proxy-gid", self.proxy_gid)?,
-            inbound: if listed.is_empty() {
-                Inbound::All
+            inbound_ports: if listed.is_empty() {
+                InboundPorts::All
             } else {
-                Inbound::Listed(listed)
+                InboundPorts::Listed(listed)
             },
             inbound_skip_ports,
             inbound_skip_nets: options::networks("--subnets-to-ignore", &self.subnets_to_ignore)?,
@@ -353,7 +355,7 @@ impl RedirectArgs {
         }
     }
 
-    fn inbound(&self) -> Result<(InboundMode, Scope), OptionError> {
+    fn inbound_mode_and_scope(&self) -> Result<(InboundMode, Scope), OptionError> {
         match (self.inbound_mode, self.inbound_scope) {
             (InboundModeArg::Tproxy, ScopeArg::All) => Err(OptionError::Invalid {
                 flag: "--inbound-scope",
@@ -490,7 +492,7 @@ Examples:
   tulle-init -p 4143 -o 4140 -u 2102 --simulate
       Print the rules as a script for nft.
   tulle-init --netns /run/netns/pod --clean=drain
-      Wait for open connections, then remove the rules.
+      Let new connections bypass the proxy, wait for the open ones, then remove the rules.
   tulle-init -p 4143 -o 4140 -u 2102 --inbound-mode tproxy
       Redirect, and preserve client addresses for the application.
   tulle-init validate --timeout 5s
@@ -572,7 +574,10 @@ mod tests {
         );
         assert_eq!(options.inbound_port.get(), 4143); // the last value takes precedence
         assert_eq!((options.proxy_uid, options.proxy_gid), (None, None));
-        assert_eq!(options.inbound, Inbound::Listed("80,90-91,100".parse().unwrap()));
+        assert_eq!(
+            options.inbound_ports,
+            InboundPorts::Listed("80,90-91,100".parse().unwrap())
+        );
         assert_eq!(options.outbound_skip_ports.to_string(), "1-2"); // lists are merged
     }
 

@@ -3,7 +3,7 @@
 //! [`options`] are validated flags, [`rules`] converts them to a list of rules, and [`redirect`] applies the list with
 //! [`netlink`] or [`iptables`]. Two modules check the result from inside the namespace: with [`verify`] (`--verify`), a run
 //! tests the rules that it has applied; [`validate`] is a command of its own, which knows no rules, only two addresses. This
-//! crate depends on nothing of the proxy except its ports.
+//! crate does not use the proxy crate; of the proxy it knows only default port numbers and process names.
 
 pub mod cli;
 pub mod iptables;

@@ -180,7 +180,7 @@ table inet l5d_init {{
     }
 
     #[test]
-    fn the_hash_changes_with_every_option() {
+    fn the_hash_differs_for_different_options() {
         let hashes: std::collections::HashSet<String> = [
             example(),
             Options {

@@ -18,7 +18,7 @@ pub struct Options {
     pub proxy_uid: Option<u32>,
     /// The proxy's group; its connections are not redirected.
     pub proxy_gid: Option<u32>,
-    pub inbound: Inbound,
+    pub inbound_ports: InboundPorts,
     pub inbound_mode: InboundMode,
     /// Inbound ports that are not redirected, including those of the proxy's own servers.
     pub inbound_skip_ports: PortSet,
@@ -36,7 +36,7 @@ pub struct Options {
 
 /// The inbound TCP ports that are redirected.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Inbound {
+pub enum InboundPorts {
     All,
     Listed(PortSet),
 }

@@ -185,8 +185,9 @@ fn apply_with_first_usable(job: &Job, rules: &Rules, report: &mut Report) -> any
             Ok(change) => return Ok((*backend, change)),
             Err(error) => error,
         };
-        // A netlink error other than "not supported", usually a missing permission, would occur with the other backends too. So
-        // would a lock of iptables that another process holds, but no other error of the iptables programs.
+        // Two errors are final. The other backends would also meet a netlink error other than "not supported", usually a missing
+        // permission. If another process holds the lock of iptables, it is changing rules now. After any other error of the
+        // iptables programs, the next backend is tried.
         let is_final = match &error {
             BackendError::Nftables(error) => !error.is_unsupported(),
             BackendError::Iptables(error) => error.is_lock_held(),
@@ -228,7 +229,7 @@ fn remove_others(job: &Job, active_backend: Backend, report: &mut Report) {
         Backend::Nftables => MeshRules::IptablesNft,
         // The plain programs may be the nft flavour, whose rules must stay.
         Backend::Iptables(Flavour::Nft | Flavour::Plain) => MeshRules::Nftables,
-        Backend::Iptables(Flavour::Legacy) => MeshRules::All,
+        Backend::Iptables(Flavour::Legacy) => MeshRules::Both,
     };
     match Socket::open().and_then(|mut socket| nftables::remove(&mut socket, job.wait, rules_to_remove)) {
         Ok(removed) => report.removed.extend(removed),
@@ -275,7 +276,7 @@ fn warn_about_proxy_uid_processes(options: &Options, report: &mut Report) {
 
 fn warn_about_other_redirects(priority: i32, report: &mut Report) {
     let mut others = Socket::open()
-        .and_then(|mut socket| iptables_nft::foreign_dnat_chains(&mut socket))
+        .and_then(|mut socket| iptables_nft::foreign_redirect_chains(&mut socket))
         .unwrap_or_default();
     if iptables::legacy_tables() == LegacyTables::Present {
         others.extend(iptables::foreign_dnat_chains(Flavour::Legacy).unwrap_or_default());
@@ -438,7 +439,7 @@ fn clean(job: &Job, mode: CleanMode, report: &mut Report) -> anyhow::Result<()> 
         wait_for_connections(&mut socket, &ports, limit, report);
         report.record_duration("drain", started.elapsed());
     }
-    report.removed = nftables::remove(&mut socket, job.wait, MeshRules::All).context("removing rules")?;
+    report.removed = nftables::remove(&mut socket, job.wait, MeshRules::Both).context("removing rules")?;
     if legacy {
         report
             .removed

@@ -12,7 +12,7 @@
 use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
-use crate::options::{Families, Family, Inbound, InboundMode, InvalidPackets, Options, Scope};
+use crate::options::{Families, Family, InboundMode, InboundPorts, InvalidPackets, Options, Scope};
 
 /// The rules in the order of evaluation, chain by chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -243,9 +243,9 @@ fn inbound_rules(options: &Options) -> Vec<Rule> {
         .into_iter()
         .filter(|(family, _)| options.families.redirects(*family));
     list.extend(skip_nets(chain, sets, Side::Source, &options.inbound_skip_nets));
-    let (criterion, comment) = match &options.inbound {
-        Inbound::All => (Match::Tcp, "redirect-all-incoming-to-proxy-port"),
-        Inbound::Listed(ports) => (
+    let (criterion, comment) = match &options.inbound_ports {
+        InboundPorts::All => (Match::Tcp, "redirect-all-incoming-to-proxy-port"),
+        InboundPorts::Listed(ports) => (
             Match::Ports {
                 set: "in_ports",
                 ports: ports.clone(),
@@ -267,9 +267,9 @@ fn unredirected_ipv6_rules(options: &Options) -> Vec<Rule> {
     list.extend(skip_ports(chain, "v6_skip_ports", &options.inbound_skip_ports));
     let sets = [(Family::V6, "v6_skip_src")];
     list.extend(skip_nets(chain, sets, Side::Source, &options.inbound_skip_nets));
-    let dropped = match &options.inbound {
-        Inbound::All => Match::Tcp,
-        Inbound::Listed(ports) => Match::Ports {
+    let dropped = match &options.inbound_ports {
+        InboundPorts::All => Match::Tcp,
+        InboundPorts::Listed(ports) => Match::Ports {
             set: "v6_ports",
             ports: ports.clone(),
         },
@@ -477,7 +477,7 @@ pub(crate) mod tests {
             outbound_port: options::proxy_port("-o", 4140).unwrap(),
             proxy_uid: Some(2102),
             proxy_gid: None,
-            inbound: Inbound::All,
+            inbound_ports: InboundPorts::All,
             inbound_mode: InboundMode::Redirect,
             inbound_skip_ports: ports("4190-4191,4567-4568"),
             inbound_skip_nets: options::networks("-s", &["10.0.0.0/8,fd00::/8".to_owned()]).unwrap(),

@@ -1,4 +1,4 @@
-//! Fixes the encoding of messages, with bytes written by hand. Each key is `field number << 3 | wire type`.
+//! Compares the encoding of messages with bytes written by hand. Each key is `field number << 3 | wire type`.
 //!
 //! Wire types: 0 is a varint, 1 is 64 bits, 2 is a length and bytes, 5 is 32 bits.
 

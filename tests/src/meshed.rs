@@ -63,7 +63,7 @@ impl MeshedCluster {
         .await
     }
 
-    /// Starts another cluster in the same way.
+    /// As [`MeshedCluster::start`], with these options.
     ///
     /// # Errors
     /// The same as [`MeshedCluster::start`].
@@ -167,7 +167,8 @@ impl MeshedCluster {
         self.cluster.wait_for_deployment(namespace, name).await
     }
 
-    /// Marks a port of a Service opaque. Third-party proxies need this for server-speaks-first protocols; ours detect them.
+    /// With third-party proxies, marks a port opaque on a Service and on the pods of the Deployment of the same name: they need
+    /// this for server-speaks-first protocols; ours detect them.
     ///
     /// # Errors
     /// Fails if the API server refuses.

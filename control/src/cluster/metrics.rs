@@ -68,8 +68,8 @@ impl Metrics {
         GaugeGuard::new(self.unserved.get(&labels))
     }
 
-    /// The metrics of another cluster. Only the metrics of endpoints are exported; the control plane of that cluster exports the
-    /// others.
+    /// The metrics of another cluster. Only the metrics of endpoints and the counts of stored objects by kind
+    /// (`<prefix>_cache_size`) are exported; the control plane of that cluster exports the others.
     pub(super) fn for_remote_cluster(registry: &Registry, cluster: Arc<str>) -> Self {
         Self {
             registry: registry.clone(),

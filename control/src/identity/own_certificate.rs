@@ -67,7 +67,7 @@ enum RenewError {
     NotReady,
     #[error("the trust anchors no longer verify the issuer")]
     Issuer(#[source] rustls::Error),
-    #[error("generating a key")]
+    #[error("generating a key or its signing request")]
     Key(#[source] rcgen::Error),
     #[error(transparent)]
     Sign(SignError),

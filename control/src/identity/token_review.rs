@@ -287,8 +287,8 @@ const PERMISSION_BACKOFF: Backoff = Backoff {
 };
 /// Maximum time of a review. It is less than the timeout of proxies for a certificate, so that they receive the error.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(10);
-/// At most 16 reviews run at a time. One review of each client network is in the global queue or runs; up to 63 more of this
-/// network wait before that queue.
+/// At most 16 reviews run at a time. Of each client network, one review is in the global queue or runs. Up to 63 more wait for it
+/// to end.
 const REVIEW_LIMITS: Limits = Limits {
     total_weight: 16,
     queued_or_running_per_network: 1,

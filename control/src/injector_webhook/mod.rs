@@ -338,7 +338,7 @@ const VERIFIED_EVENT_RATE: Rate = Rate {
     interval: Duration::from_millis(50),
 };
 /// Rate of Events about StatefulSets, DaemonSets, other kinds, and pods without an owner. Each pod of a rollout counts, even if its
-/// Event is aggregated. The rate permits a rollout of 300 pods in a minute.
+/// Event is aggregated. After the burst, the rate permits 300 pods per minute.
 const UNVERIFIED_EVENT_RATE: Rate = Rate {
     burst: 200,
     interval: Duration::from_millis(200),

@@ -223,7 +223,7 @@ impl EventPublisher {
                 namespace,
                 reason,
                 error = &err as &dyn std::error::Error,
-                "event dropped"
+                "creating an event failed"
             );
             self.metrics.failed.inc();
             return;

@@ -136,14 +136,14 @@ impl Watches {
         let failures = self.shared.failures.lock();
         let mut lasting = failures
             .values()
-            .filter(|failure| failure.reported_at() <= Instant::now());
+            .filter(|failure| failure.reported_from() <= Instant::now());
         lasting.next().map(|failure| failure.cause.clone())
     }
 
-    /// The next time at which [`failure`](Self::failure) will report a failure that is too short now.
+    /// The next time at which a current failure has lasted long enough for [`failure`](Self::failure) to report it.
     pub(crate) fn next_failure_report_at(&self) -> Option<Instant> {
         let failures = self.shared.failures.lock();
-        let times = failures.values().map(Failure::reported_at);
+        let times = failures.values().map(Failure::reported_from);
         times.filter(|at| *at > Instant::now()).min()
     }
 }
@@ -165,7 +165,7 @@ impl Shared {
 }
 
 impl Failure {
-    fn reported_at(&self) -> Instant {
+    fn reported_from(&self) -> Instant {
         self.since + MIN_FAILURE_TIME
     }
 }

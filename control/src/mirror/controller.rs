@@ -554,7 +554,7 @@ impl Metrics {
             ),
             credentials_expiry: registry.gauge(
                 "tulle_mirror_credentials_expiry_seconds",
-                "Time until the token for a linked cluster expires, when it was read.",
+                "Seconds until the token for a linked cluster expires, updated every minute.",
             ),
             errors: registry.counter("tulle_mirror_errors_total", "Failures of mirroring, by reason."),
             repairs: registry.counter(

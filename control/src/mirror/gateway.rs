@@ -119,11 +119,11 @@ impl GatewayMetrics {
             ),
             latency: registry.gauge(
                 "gateway_latency",
-                "Time until the last successful response to a probe, in milliseconds.",
+                "Latency of the last successful probe, in milliseconds.",
             ),
             latencies: registry.histogram(
                 "gateway_probe_latency_ms",
-                "Time until successful responses to probes, in milliseconds.",
+                "Latency of successful probes, in milliseconds.",
                 &LATENCY_BUCKETS_MS,
             ),
             probes: registry.counter("gateway_probes", "Probes of the gateway of a linked cluster."),

@@ -16,7 +16,8 @@ pub(super) struct RejectionEvents {
 }
 
 impl RejectionEvents {
-    /// Records the rejections of a plan that are new. A write that fails is no rejection: it is tried again.
+    /// Records the rejections of a plan that are new. `Rejection::Failed` is left out: a failed write, a missing gateway address or
+    /// missing pods can end without a change of the Service.
     pub(super) fn record(&mut self, recorder: &EventRecorder, planned: &Plan, exporting: &ExportingCluster) {
         let Self { mirrors, federated } = self;
         for (recorded, statuses, action) in [

@@ -132,7 +132,7 @@ impl Writer {
             Write::PutEndpoints(endpoints) => self.put_endpoints(endpoints).await,
             Write::DeleteService(known) => {
                 self.delete::<Service>(known).await?;
-                info!(service = %known.name, "deleted a Service that is no longer exported");
+                info!(service = %known.name, "deleted a mirror or federated Service");
                 Ok(())
             }
             Write::DeleteEndpoints(known) => self.delete::<Endpoints>(known).await,

@@ -27,7 +27,8 @@ pub struct FederatedMembers {
 pub enum MemberPreference {
     #[default]
     All,
-    /// The local member while it has endpoints, otherwise the other members.
+    /// The local member only, while every client has a ready endpoint of it (`Endpoints::serves_all_clients`); otherwise all
+    /// members.
     Local,
 }
 

@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn selectors_with_unknown_operators_are_refused() {
+    fn selectors_with_unknown_operators_or_the_wrong_number_of_values_are_refused() {
         for yaml in [
             "matchExpressions: [{key: app, operator: Near, values: [web]}]",
             "matchExpressions: [{key: app, operator: In}]",

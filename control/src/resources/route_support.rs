@@ -1,8 +1,8 @@
 //! Checks which parts of routes are valid, and which the mesh supports, without looking up their parents.
 //!
-//! `validate_*` functions check whether values are valid, for admission and for directories of manifests. `check_*` functions
-//! check whether the mesh supports a part for the kinds of its route and parent, and whether the values of the part are valid;
-//! views and statuses need them, too.
+//! `validate_*` functions check only whether values are valid; admission, directories of manifests and views call them. `check_*`
+//! functions check in addition whether the mesh supports a part for the kinds of its route and parent; views and statuses use
+//! them.
 
 use http::header::{HeaderName, HeaderValue};
 use http::uri::{Authority, PathAndQuery};

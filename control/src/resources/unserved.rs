@@ -74,10 +74,10 @@ pub fn unserved_parts(object: &Object) -> Vec<UnservedPart> {
     }
 }
 
-/// Whether a workload declares the port of a Server that has a port name.
+/// Whether a workload declares the port that a Server selects by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PortNameMatch {
-    /// The Server does not select the workload by its labels, or has no port name.
+    /// The Server does not select the workload by its labels, or does not select its port by name.
     NotSelected,
     Declared,
     Undeclared,

@@ -21,7 +21,8 @@ pub(super) struct StreamLimiter {
     by_client: Mutex<HashMap<IpAddr, usize>>,
     /// Memory for requests of clients without a certificate; on a port with [`CallKind::Unary`], of all clients.
     unverified_budget: Arc<FairBudget>,
-    /// Memory for requests of clients with a certificate that do not arrive at once; zero on a port with [`CallKind::Unary`].
+    /// Memory for those requests of clients with a certificate that are incomplete when they arrive; zero on a port with
+    /// [`CallKind::Unary`].
     verified_budget: Arc<FairBudget>,
 }
 

@@ -1,4 +1,4 @@
-//! Detects changes of credential files.
+//! Detects changes of credential and configuration files.
 //!
 //! Watches directories instead of files, because files are usually replaced by rename.
 
@@ -56,7 +56,7 @@ impl FileWatcher {
             Ok(event) if !is_relevant(&event) => {}
             Ok(_) => notify.notify_one(),
             Err(err) => {
-                warn!(%err, "watching credential files failed, they are read again every {RESCAN_INTERVAL:?}");
+                warn!(%err, "watching files failed; they are read again every {RESCAN_INTERVAL:?}");
                 notify.notify_one();
             }
         })

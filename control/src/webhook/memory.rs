@@ -150,14 +150,14 @@ mod tests {
 
     /// A body of which the first bytes are received.
     struct PartialBody {
-        n_announced: u64,
+        n_remaining: u64,
         received: Option<Bytes>,
     }
 
     impl PartialBody {
         fn new(n_announced: usize, n_received: usize) -> Self {
             Self {
-                n_announced: n_announced as u64,
+                n_remaining: n_announced as u64,
                 received: Some(vec![b' '; n_received].into()),
             }
         }
@@ -173,16 +173,16 @@ mod tests {
         ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
             match self.received.take() {
                 Some(bytes) => {
-                    self.n_announced -= bytes.len() as u64;
+                    self.n_remaining -= bytes.len() as u64;
                     Poll::Ready(Some(Ok(Frame::data(bytes))))
                 }
-                None if self.n_announced == 0 => Poll::Ready(None),
+                None if self.n_remaining == 0 => Poll::Ready(None),
                 None => Poll::Pending,
             }
         }
 
         fn size_hint(&self) -> SizeHint {
-            SizeHint::with_exact(self.n_announced)
+            SizeHint::with_exact(self.n_remaining)
         }
     }
 

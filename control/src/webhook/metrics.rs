@@ -61,8 +61,8 @@ impl HttpMetrics {
     }
 }
 
-/// Registers a gauge that is 1 while the API server cannot verify the certificate of the webhook: untrusted in the code, refused in
-/// the name of the metric.
+/// Registers a gauge that is 1 while the API server cannot verify the certificate of the webhook. The code calls such a certificate
+/// untrusted; the metric is named `webhook_certificate_refused`.
 pub(super) fn register_untrusted_certificate_gauge(webhook: &str, creds: Arc<ServerCredentials>, registry: &Registry) {
     let family = registry.gauge(
         "webhook_certificate_refused",

@@ -16,7 +16,7 @@ use super::server_credentials::ServerCredentials;
 use crate::tls::file_watcher::{FileWatcher, WatchError, WatchPath};
 use crate::tls::unserved_files::UnservedFiles;
 
-/// Serves the certificate in two files.
+/// Serves a certificate that is read from two mounted files.
 pub struct MountedCertificate {
     paths: Paths,
     creds: Arc<ServerCredentials>,

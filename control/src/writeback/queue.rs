@@ -33,7 +33,8 @@ pub(super) enum FailureOutcome {
 /// Limits the rate of the retries of all names, by the generic cell rate algorithm: a token bucket that stores one time.
 #[derive(Default)]
 struct RetryLimiter {
-    /// The earliest time of the next retry at the steady rate. It lies up to one burst in the past when retries were not used.
+    /// The earliest time of the next retry at the steady rate. It can lie in the past; `reserve` counts at most one burst of unused
+    /// retries.
     next_slot_at: Option<Instant>,
 }
 

@@ -134,7 +134,7 @@ async fn pods_without_a_mesh_label_and_skipped_ports_are_plain() {
 }
 
 #[tokio::test]
-async fn a_pod_whose_sidecar_declares_no_ports_is_omitted() {
+async fn a_pod_whose_sidecar_has_no_listen_addresses_is_omitted() {
     let broken = pod("web-2", "10.1.0.2", "").replace("  - name: web\n", "  - name: linkerd-proxy\n");
     let mesh = mesh(&format!("{WEB}{}{broken}", pod("web-1", "10.1.0.1", ""))).await;
     assert_eq!(
@@ -185,7 +185,7 @@ async fn an_empty_service_is_empty_from_the_first_message() {
 }
 
 #[tokio::test]
-async fn pods_that_are_not_ready_or_terminated_are_omitted() {
+async fn terminated_pods_and_pods_that_are_not_ready_are_omitted() {
     let status = |status: &str| pod("web-2", "10.1.0.2", "").replace("{podIP: 10.1.0.2}", status);
     for status in [
         status("{podIP: 10.1.0.2, phase: Succeeded}"),

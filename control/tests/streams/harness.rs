@@ -114,7 +114,7 @@ impl Mesh {
     }
 
     pub(crate) async fn get_profile(&self, path: &str, token: &str) -> Result<Streaming<DestinationProfile>, Status> {
-        // With HTTP/2 settings, so that a response shows whether it is for a meshed client.
+        // With HTTP/2 settings, so that a response shows whether its endpoint is meshed.
         let config = destination::config::Config {
             http2: Some(Http2ClientParams::default()),
             ..destination::config::Config::default()

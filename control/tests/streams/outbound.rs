@@ -411,7 +411,7 @@ async fn annotations_of_a_service_apply_to_its_routes() {
 }
 
 #[tokio::test]
-async fn addresses_outside_the_cluster_are_forwarded_and_inside_unknown() {
+async fn addresses_outside_the_cluster_are_forwarded_and_unknown_ones_inside_have_no_policy() {
     let mesh = mesh(WEB).await;
     let policy = mesh.get_policy(CLIENT, "203.0.113.1:443").await.unwrap();
     assert_eq!(name(policy.metadata.as_ref()), "egress-fallback");

@@ -185,8 +185,8 @@ const OPAQUE_WITH_TLS: &str =
     "opaque opaque-protocol http2 tls=default.shop.serviceaccount.identity.linkerd.cluster.local !transport";
 
 /// Labels and annotations of a pod, its container port and host port, and words of the endpoint at the host port.
-/// Container ports and host ports are different, and each row has the node 192.168.0.<number of the row>. `unreadable` is no
-/// annotation that tulle reads: it makes the sidecar of the pod invalid.
+/// Container ports and host ports are different, and each row has the node 192.168.0.<number of the row>. The annotation
+/// `add-invalid-sidecar` is only a marker for this test, which then adds a sidecar without listen addresses.
 const HOST_PORTS: &[(&str, &str, &str, u16, u16, &str)] = &[
     ("no settings", MESHED, "", 8080, 18080, HTTP2_WITH_TLS),
     (
@@ -270,9 +270,9 @@ const HOST_PORTS: &[(&str, &str, &str, u16, u16, &str)] = &[
         "pod opaque-protocol !h2 !tls",
     ),
     (
-        "a pod with an unreadable sidecar",
+        "a pod whose sidecar has no listen addresses",
         MESHED,
-        "unreadable: \"\"",
+        "add-invalid-sidecar: \"\"",
         3306,
         13306,
         "opaque-protocol !pod !h2 !tls",
@@ -285,7 +285,7 @@ async fn settings_of_ports_apply_to_the_container_port_of_a_host_port() {
         spec: {podSelector: {matchLabels: {app: db}}, port: 5000, proxyProtocol: opaque}\n"
         .to_owned();
     for (n, (_, labels, annotations, container_port, host_port, _)) in HOST_PORTS.iter().enumerate() {
-        let sidecar = if annotations.contains("unreadable") {
+        let sidecar = if annotations.contains("add-invalid-sidecar") {
             ", {name: linkerd-proxy}"
         } else {
             ""
@@ -367,7 +367,7 @@ async fn a_pod_that_is_being_deleted_keeps_its_identity_until_it_has_ended() {
 }
 
 #[tokio::test]
-async fn a_port_of_a_pod_by_its_hostname_is_mapped_as_for_its_service() {
+async fn a_client_that_names_a_pod_by_hostname_names_a_port_of_the_service() {
     let mesh = mesh(
         "---\napiVersion: v1\nkind: Pod\nmetadata: {name: db-0, namespace: shop}\n\
          spec: {containers: [{name: db}]}\nstatus: {phase: Running, podIP: 10.1.0.1, podIPs: [{ip: 10.1.0.1}]}\n\
@@ -499,7 +499,7 @@ async fn failed_lookups_have_their_status_code() {
 }
 
 #[tokio::test]
-async fn split_destinations_are_services_for_every_spelling_of_their_names() {
+async fn every_spelling_of_a_name_in_dst_overrides_becomes_the_full_name() {
     for (authority, expected) in [
         ("srv2.shop.svc.cluster.local.:80", "srv2.shop.svc.cluster.local:80"),
         ("srv2.shop.svc.cluster.local.", "srv2.shop.svc.cluster.local:80"),

@@ -315,7 +315,7 @@ async fn an_address_of_two_members_is_that_of_the_first() {
 }
 
 #[tokio::test]
-async fn members_of_other_clusters_can_be_used_only_while_the_local_one_has_no_endpoint() {
+async fn members_of_other_clusters_are_used_with_prefer_local_only_while_the_local_one_does_not_serve_all_clients() {
     let members = federation(
         "multicluster.linkerd.io/local-discovery: app, multicluster.linkerd.io/remote-discovery: app@east, \
          config.tulle.dev/prefer-local: 'true'",

@@ -293,10 +293,10 @@ impl Eviction<'_> {
         let fair_share = fair_share(max, n_clients);
         let (largest_count, largest_client) = index.clients.largest()?;
 
-        // The exception: if no address has more connections than this one, a new connection of this address may replace only an
-        // unused one of the same address.
-        let has_most_connections = own_count == largest_count && own_count >= fair_share;
-        if self.keeps_used_connections() && has_most_connections {
+        // The exception: if this address has its fair share, and no address has more connections, a new connection of this address
+        // may replace only an unused one of the same address.
+        let exception_applies = self.keeps_used_connections() && own_count == largest_count && own_count >= fair_share;
+        if exception_applies {
             return self.evict_unused(index, &new_client);
         }
         // Rule 1: a client that has more than its fair share.

@@ -158,7 +158,7 @@ impl ConnectionPermit {
 
     /// Whether the server stops the connection: it was evicted, or [`ConnectionHandle::prefer_reset`] was called. `Tcp` in
     /// `proxy/src/net/io.rs` then ends it with a reset if the peer has acknowledged all data, otherwise with a close. A
-    /// [`Listener`](crate::listener::Listener) always closes.
+    /// [`Listener`](crate::listener::Listener) ignores this flag: its evicted connections end with a close.
     pub fn prefers_reset(&self) -> bool {
         self.connection.prefers_reset.load(Ordering::Relaxed)
     }

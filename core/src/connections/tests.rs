@@ -26,20 +26,20 @@ fn a_new_client_evicts_from_the_address_with_most_connections() {
     let _newcomer = limiter.admit(ip(3)).unwrap();
     assert!(
         !is_evicted(&alone),
-        "the connection of a client with one connection stays, although it has been idle for longer"
+        "the connection of a client with one connection stays, although it has been unused for longer"
     );
     assert_eq!([true, false, false], [0, 1, 2].map(|i| is_evicted(&many[i])));
     assert_eq!(limiter.n_connections(), 7);
 }
 
 #[test]
-fn a_client_with_two_connections_loses_an_idle_one() {
+fn a_client_with_two_connections_loses_an_unused_one() {
     let limiter = limiter(8);
     let others: Vec<_> = (1..8).map(|n| limiter.admit(ip(n)).unwrap()).collect();
     let [first, second] = [(); 2].map(|()| limiter.admit(ip(9)).unwrap());
     assert!(
         is_evicted(&others[0]),
-        "each client had one connection, and this one was idle for the longest time"
+        "each client had one connection, and this one was unused for the longest time"
     );
     let _newcomer = limiter.admit(ip(10)).unwrap();
     assert!(is_evicted(&first) && !is_evicted(&second));
@@ -48,7 +48,7 @@ fn a_client_with_two_connections_loses_an_idle_one() {
     assert_eq!(
         closed[..3],
         [true, true, false],
-        "each client had one connection, and the second was idle for the longest time"
+        "each client had one connection, and the second was unused for the longest time"
     );
     second.record_activity();
     third.record_activity();
@@ -179,7 +179,7 @@ async fn an_unused_connection_behind_many_used_ones_is_replaced() {
 }
 
 #[test]
-fn the_longest_idle_connection_of_an_address_is_evicted() {
+fn the_oldest_unused_connection_of_an_address_is_evicted() {
     let limiter = limiter(3);
     let permits = [(); 3].map(|()| limiter.admit(ip(1)).unwrap());
     permits[0].record_activity();
@@ -189,7 +189,7 @@ fn the_longest_idle_connection_of_an_address_is_evicted() {
     permits[0].record_activity();
     let _newest = limiter.admit(ip(1)).unwrap();
     let closed = [0, 1, 2].map(|i| is_evicted(&permits[i]));
-    assert_eq!([false, true, false], closed, "only the second connection was idle");
+    assert_eq!([false, true, false], closed, "the used ones stay");
 }
 
 #[test]
@@ -203,9 +203,9 @@ fn a_client_keeps_its_used_connections_unless_another_client_needs_one() {
     let silent = limiter.admit(ip(1)).unwrap();
     let used_too = limiter.admit(ip(1)).unwrap();
     used_too.record_activity();
-    let new_client = limiter.admit(ip(1)).unwrap();
+    let newest = limiter.admit(ip(1)).unwrap();
     assert_eq!([used, &silent, &used_too].map(is_evicted), [false, true, false]);
-    new_client.record_activity();
+    newest.record_activity();
     assert!(limiter.admit(ip(1)).is_none());
     let other = limiter.admit(ip(2)).unwrap();
     assert_eq!(limiter.n_connections(), 6, "one of them is closed for the new client");

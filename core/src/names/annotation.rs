@@ -550,13 +550,13 @@ annotations! {
         objects: "Service",
         values: "seconds, or a duration such as `3s`",
         default: "none; required",
-        meaning: "How often other clusters probe a gateway, on the Service of the gateway.",
+        meaning: "On the Service of a gateway: how often other clusters probe the gateway.",
     }
     PROBE_PATH = "mirror.linkerd.io/probe-path" {
         objects: "Service",
         values: "a path such as `/ready`",
         default: "none; required",
-        meaning: "What other clusters request of a gateway, on the Service of the gateway.",
+        meaning: "On the Service of a gateway: the path that other clusters request to probe it.",
     }
     REMOTE_RESOURCE_VERSION = "mirror.linkerd.io/remote-resource-version" {
         objects: "written on Service",

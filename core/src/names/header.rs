@@ -6,7 +6,8 @@ use http::HeaderName;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     pub name: &'static str,
-    /// What sets it and what reads it. A proxy that reads a header also removes it, unless the meaning says otherwise.
+    /// What sets it and what reads it. A proxy that reads a header also removes it, unless the meaning says otherwise. Headers of
+    /// traces are kept.
     pub direction: &'static str,
     /// The accepted values.
     pub values: &'static str,
@@ -146,7 +147,7 @@ headers! {
     B3_TRACE = "x-b3-traceid" {
         direction: IN_REQUESTS,
         values: "32 or 16 hexadecimal digits",
-        meaning: "The trace of a request, in the form of Zipkin. It is used if there is neither `traceparent` nor `grpc-trace-bin`.",
+        meaning: "The trace of a request, in the form of Zipkin. It is used if neither `traceparent` nor `grpc-trace-bin` is valid.",
     }
     B3_SPAN = "x-b3-spanid" {
         direction: IN_REQUESTS,

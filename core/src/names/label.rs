@@ -84,7 +84,7 @@ labels! {
     HEADLESS_MIRROR = "mirror.linkerd.io/headless-mirror-svc-name" {
         objects: "Service",
         set_by: "the service mirror",
-        meaning: "Of the mirror of a pod: the name of the mirror of its headless Service.",
+        meaning: "On the mirror of one pod of a headless Service: the name of the mirror of that Service.",
     }
     MIRRORED_CLUSTER = "mirror.linkerd.io/cluster-name" {
         objects: "Service, Endpoints, EndpointSlice, Namespace",
@@ -119,7 +119,7 @@ labels! {
     CREDENTIALS_OF_CLUSTER = "multicluster.linkerd.io/cluster-name" {
         objects: "Secret",
         set_by: "`tulle multicluster link-gen`",
-        meaning: "The cluster to which the Secret gives access, in the namespace of the control plane.",
+        meaning: "Of a Secret in the namespace of the control plane: the cluster to which it gives access.",
     }
     APP_INSTANCE = "app.kubernetes.io/instance" {
         objects: "Pod",

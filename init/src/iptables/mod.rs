@@ -70,7 +70,8 @@ impl IptablesError {
         }
     }
 
-    /// Whether the programs for IPv6 are missing, or refuse the rules although no other process holds the lock.
+    /// Whether the IPv6 programs are missing, refuse the rules although no other process holds the lock, or accept them without
+    /// applying them.
     pub fn lacks_ipv6(&self) -> bool {
         match self {
             Self::Missing { program, .. } => program.starts_with(IPV6_PROGRAMS),
@@ -293,8 +294,8 @@ fn read_rules(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesEr
     Ok(SavedRules::parse(&run(&program, &[], "")?))
 }
 
-/// The families that can have rules. For the legacy flavour, these are the families with a table. Users other than root
-/// cannot list the tables, and [`read_rules`] would create them; for these users there are none.
+/// The families that can have rules. For the legacy flavour, these are the families with a table. For users other than root, who
+/// cannot list the tables, it returns no family, because [`read_rules`] would create the tables.
 fn families_to_search(flavour: Flavour) -> impl Iterator<Item = Family> {
     let families = [Family::V4, Family::V6].into_iter();
     families

@@ -103,8 +103,8 @@ impl SavedRules {
 ///
 /// The programs commit table by table, so a table that is already correct is omitted. The table with the new rules for inbound
 /// connections (mangle in tproxy mode, else nat) is committed first, so that old inbound rules in the other table are removed
-/// last. After an interruption between the two commits, the old form, the new form, or both forms exist of each of these: the
-/// inbound rules, the outbound rules, and the rules that drop packets.
+/// last. If the run is interrupted between the two commits, the inbound rules, the outbound rules and the rules that drop packets
+/// each exist in their old form, their new form, or both.
 pub(crate) fn apply_script(rules: &Rules, family: Family, saved: &SavedRules) -> String {
     let lines = lines(rules, family);
     let mut text = String::new();
@@ -442,7 +442,7 @@ const MULTIPORT_SLOTS: usize = 15;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::{Inbound, InboundMode, InvalidPackets, Options};
+    use crate::options::{InboundMode, InboundPorts, InvalidPackets, Options};
     use crate::rules::build_rules;
     use crate::rules::tests::{example, ports};
 
@@ -620,7 +620,7 @@ COMMIT
     #[test]
     fn each_listed_range_has_its_own_rule() {
         let rules = build_rules(&Options {
-            inbound: Inbound::Listed(ports("80,8080-8081")),
+            inbound_ports: InboundPorts::Listed(ports("80,8080-8081")),
             ..example()
         });
         let script = apply_script(&rules, Family::V4, &SavedRules::default());

@@ -135,7 +135,7 @@ impl IptablesNftTable {
 ///
 /// # Errors
 /// If the kernel does not answer.
-pub fn foreign_dnat_chains(socket: &mut Socket) -> Result<Vec<String>, NetlinkError> {
+pub fn foreign_redirect_chains(socket: &mut Socket) -> Result<Vec<String>, NetlinkError> {
     let mut found = Vec::new();
     for answer in socket.dump(&table::list(table::NFT_MSG_GETRULE, table::NFPROTO_UNSPEC, None))? {
         let (Some(table), Some(chain)) = names(&answer, table::NFTA_RULE_TABLE, table::NFTA_RULE_CHAIN) else {

@@ -151,7 +151,7 @@ pub fn remove(socket: &mut Socket, wait: Duration, which: MeshRules) -> Result<V
 pub fn bypass_new_connections(socket: &mut Socket, wait: Duration) -> Result<Vec<u16>, NetlinkError> {
     let mut ports = Vec::new();
     commit_with_retry(socket, wait, |socket| {
-        let (families, iptables_nft_tables) = find_rules(socket, MeshRules::All)?;
+        let (families, iptables_nft_tables) = find_rules(socket, MeshRules::Both)?;
         if ports.is_empty() {
             ports = iptables_nft::redirect_ports(socket)?;
         }
@@ -191,7 +191,8 @@ pub enum MeshRules {
     Nftables,
     /// Only rules made by iptables-nft.
     IptablesNft,
-    All,
+    /// Both. Rules of iptables-legacy are not in nftables and not meant.
+    Both,
 }
 
 fn find_rules(socket: &mut Socket, which: MeshRules) -> Result<(Vec<u8>, Vec<IptablesNftTable>), NetlinkError> {
@@ -350,7 +351,7 @@ mod tests {
                         "{form:?}"
                     );
                 }
-                assert_eq!(remove(&mut socket, wait, MeshRules::All).unwrap(), ["nftables"]);
+                assert_eq!(remove(&mut socket, wait, MeshRules::Both).unwrap(), ["nftables"]);
                 assert_eq!(check(&mut socket, &rules).unwrap(), Comparison::Absent);
             })
             .unwrap();

@@ -155,7 +155,7 @@ fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
             expect(&fixture.peer, ROOT, (v6.pod[0], port), "app", backend);
         }
         expect(&fixture.peer, other, (v6.pod[0], 8080), "app", backend);
-        // Connections that the pod opens are not redirected: to other hosts, to its own address, over loopback.
+        // Connections that the pod opens are not redirected: neither to other hosts nor to its own address (over loopback).
         expect(&fixture.pod, APP, (v6.peer, 8080), "peer", backend);
         expect(&fixture.pod, APP, (v6.pod[0], 8080), "app", backend);
         assert_eq!(

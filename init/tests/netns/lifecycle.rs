@@ -414,7 +414,8 @@ fn our_rules_take_precedence_over_foreign_ones_of_both_kernel_interfaces_with_a_
             }
         };
         // Foreign rules are added through the other iptables flavour, then through the flavour of our backend. The kernel evaluates
-        // the flavour first whose hooks were registered last. In this flavour, our rules must precede the foreign ones.
+        // first the flavour that registered its hooks last, here the backend's own. Within it, our rules must precede the foreign
+        // ones.
         let flavours = [
             ["iptables-legacy", "ip6tables-legacy"],
             ["iptables-nft", "ip6tables-nft"],
@@ -464,13 +465,13 @@ fn rules_with_precedence_over_ours_are_named_and_detected() {
     if !can_run() {
         return;
     }
-    for (backend, first) in [("iptables-nft", "iptables-legacy"), ("iptables-legacy", "iptables-nft")] {
+    for (backend, evaluated_first) in [("iptables-nft", "iptables-legacy"), ("iptables-legacy", "iptables-nft")] {
         let fixture = Fixture::bare();
         fixture.sh(&format!(
             "{backend} -t nat -A OUTPUT -j ACCEPT; {backend} -t nat -F OUTPUT"
         ));
         fixture.sh(&format!(
-            "{first} -t nat -A OUTPUT -p tcp -d 192.0.2.0/24 -j REDIRECT --to-port 15001"
+            "{evaluated_first} -t nat -A OUTPUT -p tcp -d 192.0.2.0/24 -j REDIRECT --to-port 15001"
         ));
         let mut verified = flags(backend, &[]);
         verified.retain(|flag| *flag != "--verify=false");
@@ -485,7 +486,7 @@ fn rules_with_precedence_over_ours_are_named_and_detected() {
         );
         assert_eq!(report["verified"]["ipv6"], "redirected");
         let warnings = report["warnings"].to_string();
-        let chain = if first == "iptables-legacy" {
+        let chain = if evaluated_first == "iptables-legacy" {
             "chain OUTPUT of iptables-legacy (ipv4)"
         } else {
             "chain OUTPUT of nftables table nat"

@@ -241,7 +241,7 @@ fn draining_under_load_fails_no_connection() {
     }
 }
 
-/// A killed run leaves the old or the new rules; with iptables, this holds for each family.
+/// A killed run leaves the old or the new rules; with iptables, for each family, and for each table if the programs are killed too.
 #[test]
 fn a_run_that_is_killed_leaves_the_old_rules_or_the_new_ones() {
     if !can_run() {
@@ -308,8 +308,8 @@ fn assert_kills_leave_a_known_state(backend: &str, variants: [Vec<&str>; 2], kil
     // From here on, the tables that iptables creates on demand exist.
     fixture.apply(backend, &["--drop-invalid"]);
     let mut run_time = Duration::ZERO;
-    // The second variant runs first: `run_time` must be that of the first one, which takes longer, because the second one can be
-    // `--clean`.
+    // `variants[1]` runs before `variants[0]`, so that `run_time` ends as the time of `variants[0]`: `variants[1]` can be
+    // `--clean`, which is shorter.
     let known_states = [1, 0].map(|variant: usize| {
         let started = Instant::now();
         success(&fixture.init(&variants[variant]));
@@ -343,7 +343,7 @@ fn assert_kills_leave_a_known_state(backend: &str, variants: [Vec<&str>; 2], kil
     assert!(n_by_state.iter().all(|hits| *hits > 0), "{backend}: {n_by_state:?}");
 }
 
-/// Replacing one backend's rules by another's leaves no gap, although both exist for a moment.
+/// Replacing one backend's rules by another's leaves no gap, because both exist for a moment. That moment breaks no connection.
 #[test]
 fn no_connection_bypasses_the_proxy_while_backends_are_switched() {
     if !can_run() {

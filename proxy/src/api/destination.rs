@@ -144,7 +144,8 @@ impl Destinations {
 
     /// Watches the profile of a target; `None` if the target cannot have one.
     ///
-    /// A refusal means that there is no profile for now; with `FailedPrecondition`, several workloads have the address.
+    /// A refusal other than a denial means that there is no profile for now; with `FailedPrecondition`, several workloads have the
+    /// address.
     pub(crate) fn profile<T: Send + Sync + 'static>(
         &self,
         target: &Addr,
@@ -209,8 +210,8 @@ impl Destinations {
     }
 }
 
-/// Codes that mean "no profile": the name is not served, or the control plane does not know it. `PERMISSION_DENIED` means that
-/// the proxy may not read it.
+/// Codes that count as refusals. They mean that there is no profile, because the name is not served or not known, or because
+/// several workloads have the address; except `PERMISSION_DENIED`, which means that the proxy may not read it.
 const PROFILE_REFUSAL_CODES: &[Code] = &[
     Code::InvalidArgument,
     Code::FailedPrecondition,

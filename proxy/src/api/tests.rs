@@ -399,7 +399,7 @@ async fn a_denied_stream_is_logged_once_a_minute() {
 #[tokio::test]
 async fn a_denied_stream_is_opened_again_as_soon_as_another_one_is_permitted() {
     let hold = |n| Step::Hold(vec![added(n)], oneshot::channel().0);
-    // A message permits the client, and so does an answer about the target.
+    // A message shows that the client is permitted, and so does an answer about the target.
     for answer in [hold(1), Step::Refuse(Code::FailedPrecondition)] {
         let denials = std::iter::repeat_with(|| Step::Refuse(Code::PermissionDenied)).take(4);
         let (script, _server, channel) = scripted(denials.chain([answer, hold(2)])).await;

@@ -56,7 +56,7 @@ impl Refusal {
         self.code == Code::PermissionDenied
     }
 
-    /// Whether the refusal is about the target, so that the control plane has permitted the identity of this proxy.
+    /// Whether the refusal is about the target, which shows that the control plane permits the identity of this proxy.
     fn shows_identity_is_permitted(&self) -> bool {
         matches!(self.code, Code::NotFound | Code::FailedPrecondition)
     }

@@ -103,7 +103,8 @@ impl AdminThread {
         {
             tracing::warn!("sending the last trace spans failed");
         }
-        // The signal is never sent, and dropping it sends none: the admin server and the tap server run until the process ends.
+        // This drain never starts, and dropping it does not start it: the admin server and the tap server run until the process
+        // ends.
         drop(admin_drain);
         shutdown.done_tx.send_replace(true);
         std::future::pending::<()>().await;

@@ -172,8 +172,8 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    /// Picks an endpoint if one can be picked now. Prefers endpoints that are not late to respond, and then those that are not in
-    /// `tried`. Success ends the fail-fast state.
+    /// Picks an endpoint if one can be picked now. Prefers endpoints that [`Self::pick_responding`] accepts, and then those that
+    /// are not in `tried`. Success ends the fail-fast state.
     pub(crate) fn try_pick(&self, now: Instant, tried: &[Arc<E>]) -> Option<Arc<E>> {
         let state = self.discovery_state.load();
         let DiscoveryState::Endpoints(endpoints) = &**state else {
@@ -191,8 +191,8 @@ impl<E: Candidate> Balancer<E> {
         picked
     }
 
-    /// Picks an endpoint for which `is_allowed` is true, if one can be picked now and is not late to respond. Does not end
-    /// the fail-fast state.
+    /// Picks an endpoint for which `is_allowed` is true, if one can be picked now that [`Self::pick_responding`] accepts. Does not
+    /// end the fail-fast state.
     pub(crate) fn pick_where(&self, now: Instant, is_allowed: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
         match &**self.discovery_state.load() {
             DiscoveryState::Endpoints(endpoints) => self.pick_responding(endpoints, now, is_allowed),
@@ -257,7 +257,8 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    /// As [`Self::pick_and_admit`], but picks no endpoint that is late to respond.
+    /// As [`Self::pick_and_admit`], but picks an endpoint that is late to respond only while its check may still be answered, or if
+    /// its trial request is due.
     fn pick_responding(
         &self,
         endpoints: &[Arc<E>],
@@ -265,7 +266,7 @@ impl<E: Candidate> Balancer<E> {
         is_allowed: impl Fn(&Arc<E>) -> bool,
     ) -> Option<Arc<E>> {
         self.pick_and_admit(endpoints, now, |endpoint| {
-            is_allowed(endpoint) && is_responding_or_due(&**endpoint, now)
+            is_allowed(endpoint) && check_if_late(&**endpoint, now)
         })
     }
 
@@ -346,9 +347,10 @@ impl<E: Candidate> Balancer<E> {
     }
 }
 
-/// Whether the endpoint may get a request. An endpoint that is late to respond is checked first, and gets requests until the
-/// answer to the check is late too. If it cannot be checked, it gets only the trial requests that are due.
-fn is_responding_or_due(endpoint: &impl Candidate, now: Instant) -> bool {
+/// Checks an endpoint that is late to respond and was not checked yet. Returns whether the endpoint may get a request: if it is
+/// late, it gets requests until the answer to the check is late too. If it cannot be checked, it gets only the trial requests that
+/// are due.
+fn check_if_late(endpoint: &impl Candidate, now: Instant) -> bool {
     let load = endpoint.load();
     let Some(late) = load.late_response(now) else {
         return true;

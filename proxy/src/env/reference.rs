@@ -215,7 +215,8 @@ const VARIABLES: &[Row] = &[
         "POLICY_CLUSTER_NETWORKS",
         "networks, separated by commas",
         NONE,
-        "The networks of the cluster, for the default policies `cluster-*` and `audit`.",
+        "The networks of the cluster, for the default policies `cluster-*`. Also required for `audit`, which permits every network \
+         nevertheless.",
     ),
     (
         "INBOUND_PORTS",
@@ -369,7 +370,7 @@ const VARIABLES: &[Row] = &[
         "IDENTITY_DIR",
         "path",
         NONE,
-        "The directory of `key.p8` and `csr.der`. It must exist. Without the variable, and if the directory has neither file, the \
+        "The directory of `key.p8` and `csr.der`. It must exist. Without the variable, or if the directory has neither file, the \
          proxy creates its own key. Not used with a SPIFFE Workload API.",
     ),
     (

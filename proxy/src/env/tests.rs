@@ -235,7 +235,7 @@ fn values_of_a_chart_are_understood() {
 }
 
 #[test]
-fn the_connect_timeout_covers_two_retransmissions_of_the_syn() {
+fn the_inbound_connect_timeout_covers_two_retransmissions_of_the_syn() {
     for (value, expected) in [("100ms", 4), ("0s", 4), ("10s", 10)] {
         let config = load_with(&[("INBOUND_CONNECT_TIMEOUT", value)]).unwrap();
         assert_eq!(
@@ -485,7 +485,7 @@ fn only_variables_of_the_proxy_are_shown() {
 }
 
 #[test]
-fn values_that_are_not_utf8_are_refused_in_variables_of_the_proxy_only() {
+fn values_that_are_not_utf8_are_refused_only_in_variables_that_the_proxy_reads() {
     let not_utf8 = || OsString::from_vec(b"a\xff".to_vec());
     for (name, scenario) in [
         ("LINKERD2_PROXY_INBOUND_PORTS", &[][..]),

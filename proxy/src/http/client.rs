@@ -180,8 +180,8 @@ impl EndpointClient {
     }
 
     /// Whether another HTTP/2 connection can be dialled when no stream is free. Not at the limit, and not while the settings
-    /// of a connection are unknown. Nor if a connection has no open streams: its peer permits none, and another connection
-    /// would not help.
+    /// of a connection are unknown. Nor if a connection has no open stream and still no free one: its peer permits none, and
+    /// another connection would not help.
     fn can_add_http2_connection(&self) -> bool {
         let connections = self.http2.lock();
         connections.len() < MAX_HTTP2_CONNECTIONS

@@ -108,7 +108,7 @@ pub(crate) enum Error {
     HeaderReadTimeout(Duration),
     #[error("no data of the request body was received for {0:?}")]
     BodyIdleTimeout(Duration),
-    #[error("the client closed the connection or reset the stream before the response")]
+    #[error("the client closed the connection, reset the stream before the response, or did not answer a ping")]
     ClientClosed,
     #[error("the connection to the client failed")]
     ClientIo(#[source] std::io::Error),

@@ -378,7 +378,7 @@ pub(crate) fn parse_decimal(digits: &[u8]) -> Option<u64> {
     std::str::from_utf8(digits).ok()?.parse().ok()
 }
 
-/// Whether the request is a gRPC request: HTTP/2 with a `content-type` of `application/grpc`.
+/// Whether a request or response is gRPC: HTTP/2 with a `content-type` that begins with `application/grpc`.
 pub(crate) fn is_grpc(version: Version, headers: &HeaderMap) -> bool {
     version == Version::HTTP_2
         && get(headers, &header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))

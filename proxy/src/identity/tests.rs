@@ -224,7 +224,7 @@ async fn certificates_are_renewed_in_time_with_the_current_token() {
     fixture.wait_until(|fixture| fixture.creds.generation() >= 2).await;
     assert!(
         fixture.creds.validity().unwrap().not_after > SystemTime::now(),
-        "the former certificate has not expired"
+        "the certificate in use has not expired"
     );
     assert_eq!(fixture.signing.requests.lock()[1].token, b"second");
 }
@@ -384,7 +384,7 @@ async fn the_anchors_file_is_reloaded_unless_it_is_invalid() {
     fixture
         .wait_until(|fixture| fixture.creds.anchors() != fixture.authority.anchors())
         .await;
-    // Peers may have changed their trust anchors, too.
+    // A new certificate is requested too, because peers may accept only certificates of a new issuer.
     fixture.wait_until(|fixture| fixture.creds.generation() >= 2).await;
 }
 

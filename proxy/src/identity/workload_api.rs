@@ -255,7 +255,8 @@ impl IssuanceState {
         self.error = None;
     }
 
-    /// Stores the error; logs and reports it if it is the first one since the last certificate.
+    /// Stores the error, and shows it as the reason why the proxy is not ready, until the first certificate. Logs it if it is the
+    /// first one since the last certificate.
     fn failed(&mut self, error: &FetchError) {
         if self.error.is_none() {
             warn!(error = %ErrorChain(error), "no certificate from the Workload API, retrying");

@@ -17,7 +17,8 @@ struct Node<K, V> {
 }
 
 impl<K: Copy + PartialEq, V> AppendOnlyMap<K, V> {
-    /// Calls `use_value` with the value of a key. `look_up` is called if the map has no entry for the key, which is then added.
+    /// Calls `use_value` with the value of a key. If the map has no entry for the key, `look_up` creates the value, which is added
+    /// unless the map is full.
     pub(super) fn with_or_insert(&self, key: K, look_up: impl Fn() -> V, use_value: impl FnOnce(&V)) {
         let mut slot = &self.first;
         for _ in 0..MAX_ENTRIES {

@@ -192,7 +192,8 @@ where
                     biased;
                     detection = &mut detecting => FirstSpeaker::ClientOrNeither(detection?, Some(server)),
                     read = detect::read_some(&mut server, &mut server_bytes) => match read {
-                        // The server has closed the connection, and the client has sent nothing until now.
+                        // The server has closed the connection, and the client has sent nothing until now that decides the
+                        // protocol.
                         Ok(0) => FirstSpeaker::ClientOrNeither(Detection::TimedOut, Some(server)),
                         Ok(_) => FirstSpeaker::Server(server),
                         Err(server_error) => match detect_until(give_up_at, detecting).await? {

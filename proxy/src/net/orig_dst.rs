@@ -28,7 +28,7 @@ pub type OrigDstLookup = Arc<dyn Fn(&TcpStream, SocketAddr) -> io::Result<OrigDs
 /// The kernel returns an error.
 ///
 /// Source: `SO_ORIGINAL_DST` (IPv4) and `IP6T_SO_ORIGINAL_DST` (IPv6). A dual-stack socket answers only the option of the
-/// family that the peer used, so the family is taken from the unmapped peer address.
+/// family that the peer used, so an IPv4-mapped peer address is converted to IPv4 first, and its family decides.
 pub(crate) fn lookup(stream: &TcpStream, peer: SocketAddr) -> io::Result<OrigDst> {
     let tracked = match addr::canonical(peer) {
         SocketAddr::V4(_) => getsockopt(stream, sockopt::OriginalDst).map(|raw| {

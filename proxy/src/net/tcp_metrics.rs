@@ -71,7 +71,7 @@ impl Families {
     }
 }
 
-/// The current state of the connections with the same labels.
+/// The open connections with the same labels, and the totals of all connections that had them.
 #[derive(Serialize)]
 pub(crate) struct ConnectionStatus {
     #[serde(flatten)]
@@ -83,7 +83,7 @@ pub(crate) struct ConnectionStatus {
 }
 
 impl Families {
-    /// All open connections, grouped by labels.
+    /// For each set of labels with open connections: how many are open, and the totals of all connections so far.
     pub(crate) fn snapshot(&self) -> Vec<ConnectionStatus> {
         let open = self.open.all().into_iter().filter(|(_, open)| open.get() > 0);
         open.map(|(labels, open)| ConnectionStatus {

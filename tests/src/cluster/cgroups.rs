@@ -41,7 +41,7 @@ pub(super) fn create(name: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The processes in all cgroups whose name starts with `prefix`.
+/// The processes in all cgroups whose name starts with `prefix`, and in those below them.
 pub(super) fn processes(prefix: &str) -> anyhow::Result<Vec<i32>> {
     let mut pids = Vec::new();
     for group in groups(prefix)? {
@@ -54,7 +54,7 @@ pub(super) fn processes(prefix: &str) -> anyhow::Result<Vec<i32>> {
     Ok(pids)
 }
 
-/// Removes all cgroups whose name starts with `prefix`; they must be empty.
+/// Removes all cgroups whose name starts with `prefix`, and those below them; they must have no processes.
 pub(super) fn remove(prefix: &str) -> anyhow::Result<()> {
     for group in groups(prefix)?.into_iter().rev() {
         match fs::remove_dir(&group) {

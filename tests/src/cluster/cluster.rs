@@ -68,7 +68,7 @@ impl Default for ClusterOptions {
 }
 
 impl ClusterOptions {
-    /// Called before a slot is locked: only root can do that, and it can take minutes.
+    /// Checks the options and that the user is root. Called before a slot is locked, because waiting for the lock can take minutes.
     pub(super) fn check(&self) -> anyhow::Result<()> {
         ensure!(Uid::effective().is_root(), "a cluster with nodes needs root");
         let count = self.nodes;

@@ -89,7 +89,7 @@ fn the_capability_may_be_on_the_file_and_the_error_names_the_fix() {
         };
         testbed.start_sidecar("client", &testbed.outside, &testbed.dir().join(file), setup)
     };
-    // As in the image, the file has the capability. The bounding set permits it, which is what a container runtime does if the
+    // As in the image, the file has the capability. The bounding set contains it, as a container runtime arranges when the
     // capability is added for a user other than root.
     fs::copy(
         programs::built_binary("tulle-proxy").unwrap(),

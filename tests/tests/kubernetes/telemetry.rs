@@ -117,7 +117,7 @@ impl TelemetryFixture {
 async fn telemetry_is_available_to_users_that_rbac_permits() {
     let fixture = TelemetryFixture::start().await;
     let server = &fixture.server;
-    // The administrator authenticates with a certificate, which has no token.
+    // The administrator authenticates with a client certificate, not with a token.
     let admin = server.kubeconfig();
     let row = eventually("the pod is known", async || {
         let (done, text) = fixture.tulle(&admin, "stat pod -n shop").await;

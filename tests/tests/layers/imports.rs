@@ -13,7 +13,7 @@ pub(crate) struct Import {
     pub(crate) line: usize,
     /// From the root of the crate: `crate::net::Io` is `[net, Io]`.
     pub(crate) path: Vec<String>,
-    /// Whether it is an import of test code.
+    /// Whether the import is in test code.
     pub(crate) is_test: bool,
 }
 

@@ -70,7 +70,7 @@ fn failures_in_a_row_eject_an_endpoint_until_a_probe_succeeds() {
             n_failed += usize::from(client.fetch(request("/")).await.unwrap().status == 500);
         }
         assert_eq!(n_failed, bad.n_requests(), "the application caused each failure");
-        // Three consecutive failures, and one or two probe requests.
+        // Three consecutive failures, and at most two probe requests.
         assert!((3..=5).contains(&n_failed), "{n_failed} of {}", 100 + n_failed);
         bad.status.store(200, Ordering::Relaxed);
         let before = bad.n_requests();

@@ -263,7 +263,7 @@ fn opaque_connections_are_closed_when_their_port_gets_rules_for_requests() {
     });
 }
 
-/// All clients may use every path except those below `/admin`, which no client may use.
+/// All clients may use every path, except those below `/admin`: these are for a network that no client of the test is in.
 fn split_by_path() -> String {
     let permit = |name: &str, networks: &str| {
         format!(

@@ -1,4 +1,4 @@
-//! No request is lost when a server closes its connection at the same time, or when endpoints are replaced.
+//! No request is lost when a server closes the connection while the request is sent, or when endpoints are replaced.
 //!
 //! With `TULLE_TEST_FULL=1` each test sends a hundred thousand requests.
 

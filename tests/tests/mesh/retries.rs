@@ -192,7 +192,7 @@ fn an_attempt_that_times_out_is_retried() {
 }
 
 #[test]
-fn a_rule_retries_responses_and_attempts_that_time_out_after_its_backoff() {
+fn after_its_backoff_a_rule_retries_responses_and_attempts_that_timed_out() {
     let rule = "    retry: {codes: [503], attempts: 2, backoff: 400ms}\n    timeouts: {backendRequest: 200ms}";
     mesh_with_route(&route("HTTPRoute", "unrelated: annotation", rule)).run(async |mesh: &Mesh| {
         let seen = RecordedRequests::default();

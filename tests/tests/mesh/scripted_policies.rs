@@ -622,7 +622,7 @@ fn a_gateway_forwards_requests_to_the_names_that_it_serves() {
 
             let elsewhere = with_authority(to_proxy.clone(), "other.test:81");
             policies.set_destination_policy(Ok(http1(rule(forward(elsewhere)))));
-            eventually("the names are known", async || {
+            eventually("the gateway refuses a name that it does not serve", async || {
                 let answer = mesh.get("client", ORIG_DST, "/").await;
                 (answer.cause() == "gateway-domain").then(|| assert_eq!(answer.status, 404))
             })
@@ -637,7 +637,7 @@ fn a_gateway_forwards_requests_to_the_names_that_it_serves() {
                 .await;
 
             policies.set_destination_policy(Ok(http1(rule(forward(with_authority(to_proxy, &service))))));
-            eventually("the gateway requests the policy of the name again", async || {
+            eventually("the gateway refuses a request that has passed it before", async || {
                 let mut again = request("/");
                 let passed = format!("by={gateway};for=x").parse().unwrap();
                 again.headers_mut().append("forwarded", passed);

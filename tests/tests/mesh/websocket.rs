@@ -246,7 +246,8 @@ fn sockets_have_separate_connections_without_http2_upgrade() {
 const UPGRADE_REQUEST: &str = "GET /chat?a=b HTTP/1.1\r\nhost: web.test\r\nconnection: keep-alive, Upgrade\r\nupgrade: websocket\r\n\
                      sec-websocket-version: 13\r\nsec-websocket-protocol: chat\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n";
 
-/// The response to a client's WebSocket request for which the application sends `app_response`, up to `read_until_text`.
+/// Sends a WebSocket request, to which the application responds with `app_response`. Returns what the client receives, up to and
+/// including `read_until_text`.
 async fn upgrade_response(mesh: &Mesh, read_until_text: &'static str, app_response: &'static str) -> String {
     let app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| async move {
         let head = read_until(&mut stream, "\r\n\r\n").await;

@@ -33,7 +33,8 @@ pub(in crate::cluster) struct ObjectMetrics {
     unreadable: AHashMap<(Kind, NamespacedName), (String, GaugeGuard)>,
 }
 
-/// The share of this cluster in a gauge that several clusters add to. It is subtracted on drop.
+/// The share of this `Cluster` in its gauge. While a linked cluster is connected anew, two `Cluster`s of the same name add to one
+/// gauge, so each subtracts its share on drop.
 struct CountGauge {
     gauge: Arc<Gauge>,
     count: i64,

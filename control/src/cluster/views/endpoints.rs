@@ -98,7 +98,7 @@ fn local_endpoints(reader: &Reader<'_>, config: &Config, service: &Service, key:
         if subset.ports.is_empty() {
             continue;
         }
-        let Some(port) = target_port(service, key.port, subset) else {
+        let Some(port) = endpoint_port(service, key.port, subset) else {
             continue;
         };
         let listing = Listing {
@@ -169,7 +169,7 @@ pub(super) fn service_subsets<'a>(
 }
 
 /// The endpoint port with the name of the Service port. A port that the Service does not list is used unchanged.
-pub(super) fn target_port(service: &Service, port: u16, subset: &Subset) -> Option<u16> {
+pub(super) fn endpoint_port(service: &Service, port: u16, subset: &Subset) -> Option<u16> {
     match service.port(port) {
         Some(listed) => subset
             .ports

@@ -430,7 +430,7 @@ impl OutboundContext<'_> {
                         ..parent.default.clone()
                     }
                 } else {
-                    let message = "an EgressNetwork can only be a backend of routes with this parent";
+                    let message = "an EgressNetwork can be a backend only of routes that also have it as a parent";
                     failing_backend(network, route.kind, message)
                 }
             }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::cluster::config::Config;
 use crate::cluster::metrics::{EntryMetrics, Metrics};
 use crate::cluster::store::reader::Reader;
-use crate::cluster::views::endpoints::{service_subsets, target_port};
+use crate::cluster::views::endpoints::{endpoint_port, service_subsets};
 use crate::cluster::views::view::View;
 use crate::cluster::views::workload::{
     PodAddress, WorkloadRef, declares_port, external_endpoint, has_address_conflict, pod_endpoint,
@@ -175,7 +175,7 @@ fn instance_profile(
     };
     for (_, subset) in service_subsets(reader, config, service) {
         // Clients that name a pod instead of connecting to its address, such as gateways, name a port of the Service.
-        let port = target_port(service, port, subset).unwrap_or(port);
+        let port = endpoint_port(service, port, subset).unwrap_or(port);
         let addresses = subset.addresses.iter();
         for address in addresses.filter(|address| address.hostname.as_deref() == Some(hostname)) {
             if let AddressTarget::Pod(name) = &address.target

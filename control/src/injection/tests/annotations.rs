@@ -523,7 +523,8 @@ fn each_invalid_value_has_one_warning() {
         annotation::ACCESS_LOG,
         annotation::OPAQUE_PORTS,
     );
-    // The pod inherits the variables of the namespace. The access log comes before them in the order of keys.
+    // The variables of the namespace are applied before the annotations of the pod, so their warning is first, although the key
+    // `access-log` sorts before theirs. The pod inherits them, but the same problem is not listed again.
     let case = Case::pod("")
         .namespace(&[(env, "nonsense")])
         .annotate(&[(log, "nginx"), (ports, "a b,80,a b")]);

@@ -164,7 +164,7 @@ fn an_application_that_runs_as_the_proxy_is_denied_with_both_fixes() {
             .unwrap()
             .contains("config.linkerd.io/proxy-gid")
     );
-    // An init container may bypass the proxy, because the proxy does not run yet. It only causes a warning.
+    // An init container may bypass the proxy, which may not run yet (a sidecar that is not native). It only causes a warning.
     let setup = Case::pod("spec: {initContainers: [{name: setup, image: a, securityContext: {runAsUser: 2102}}]}");
     let outcome = setup.outcome();
     assert_eq!(outcome.denial_reason, None);

@@ -511,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn values_that_turn_logs_off_are_those_of_the_chart() {
+    fn every_spelling_that_turns_logs_off_in_the_chart_is_accepted() {
         for (headers, access) in [("off", "false"), ("false", "none"), ("'off'", "''")] {
             let yaml = format!("proxy: {{logHTTPHeaders: {headers}, accessLog: {access}}}");
             let proxy = Values::from_yaml(&yaml).unwrap().proxy;

@@ -12,7 +12,7 @@ use crate::kubernetes::lease::timing::LeaseTiming;
 
 /// The knowledge of one candidate about one lease.
 pub(super) struct Election {
-    holder: String,
+    own_identity: String,
     timing: LeaseTiming,
     /// The last known state of the lease.
     observed: Option<ObservedRecord>,
@@ -48,9 +48,9 @@ pub(super) enum LeaseDecision {
 }
 
 impl Election {
-    pub(super) fn new(holder: String, timing: LeaseTiming) -> Self {
+    pub(super) fn new(own_identity: String, timing: LeaseTiming) -> Self {
         Self {
-            holder,
+            own_identity,
             timing,
             observed: None,
             requested_at: None,
@@ -66,7 +66,7 @@ impl Election {
             self.renewed_at = None;
             return LeaseDecision::Acquire;
         };
-        if record.holder != self.holder {
+        if record.holder != self.own_identity {
             self.renewed_at = None;
         }
         if self.observed.as_ref().is_none_or(|seen| seen.record != record) {
@@ -88,7 +88,7 @@ impl Election {
 
     /// Records a successful write that was sent at `sent_at`.
     pub(super) fn record_write(&mut self, record: Record, sent_at: Instant) {
-        self.renewed_at = (record.holder == self.holder).then_some(sent_at);
+        self.renewed_at = (record.holder == self.own_identity).then_some(sent_at);
         self.requested_at = Some(sent_at);
         self.observed = Some(ObservedRecord {
             record,
@@ -109,7 +109,7 @@ impl Election {
     /// to 1, so that candidates do not send requests at the same time.
     pub(super) fn next_attempt_at(&self, tried_at: Instant, spread: f64) -> Instant {
         if let Some(renewed_at) = self.renewed_at {
-            // A failed renewal is retried after the retry interval, which is shorter than the regular one.
+            // A failed renewal is retried after the retry interval, which is at most the renew interval.
             let regular = renewed_at + self.timing.renew_interval;
             return if regular > tried_at {
                 regular
@@ -128,7 +128,7 @@ impl Election {
     /// held by this candidate.
     fn takeover_at(&self) -> Option<Instant> {
         let seen = self.observed.as_ref()?;
-        if seen.record.holder.is_empty() || seen.record.holder == self.holder {
+        if seen.record.holder.is_empty() || seen.record.holder == self.own_identity {
             return None;
         }
         Some(seen.counted_from + seen.record.duration.saturating_sub(TAKEOVER_LEAD_TIME))

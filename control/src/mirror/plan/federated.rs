@@ -27,7 +27,7 @@ pub(super) fn plan_federated(inputs: &Inputs<'_>, plan: &mut Plan) {
         plan,
         wanted: HashSet::new(),
     };
-    for (name, service) in inputs.exporting.exported() {
+    for (name, service) in inputs.exporting.exportable() {
         planner.join(name, service);
     }
     planner.remove_unwanted();
@@ -80,7 +80,7 @@ impl Planner<'_> {
         let joined = memberships.clone().with_entry(self.inputs, &entry);
         if is_metadata_source(self.inputs, &joined) {
             let wanted = self.federated_service(service, federated, &joined);
-            // Labels and annotations of other writers stay until the Service changes whose metadata was copied.
+            // Labels and annotations of other writers stay until the member whose metadata was copied changes.
             let is_new_version = self.inputs.source_versions.get(federated) != Some(&version);
             let is_equal = !differs(existing, &wanted, service)
                 && !(is_new_version

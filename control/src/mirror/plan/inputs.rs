@@ -135,7 +135,7 @@ pub(in crate::mirror) enum Rejection {
 
 impl ExportingCluster {
     /// The Services that can be exported. Mirrors are excluded: two linked clusters would mirror each other's mirrors endlessly.
-    pub(super) fn exported(&self) -> impl Iterator<Item = (&NamespacedName, &Service)> {
+    pub(super) fn exportable(&self) -> impl Iterator<Item = (&NamespacedName, &Service)> {
         let services = self.services.iter().map(|(name, service)| (name, &**service));
         services.filter(|(_, service)| {
             let labels = service.metadata.labels.as_ref();

@@ -54,7 +54,7 @@ pub(super) fn plan_mirrors(inputs: &Inputs<'_>, linked: Linked<'_>, plan: &mut P
         plan,
         wanted: HashSet::new(),
     };
-    for (name, service) in inputs.exporting.exported() {
+    for (name, service) in inputs.exporting.exportable() {
         planner.mirror(name, service);
     }
     planner.remove_unwanted();

@@ -86,7 +86,7 @@ pub(super) fn copied_annotations(inputs: &Inputs<'_>, service: &Service) -> BTre
 /// Whether a Service must be rewritten, because
 /// - its ports differ, or
 /// - a wanted label or annotation is missing or has another value, or
-/// - it has an unwanted label or annotation that was copied from the exported Service or that only the mirror controllers write.
+/// - it has an unwanted label or annotation that was copied from the exported Service or that controls mirroring.
 pub(super) fn differs(existing: &Service, wanted: &Service, exported: &Service) -> bool {
     type Map = Option<BTreeMap<String, String>>;
     let is_left_over = |existing: &Map, wanted: &Map, exported: &Map| {
@@ -202,7 +202,8 @@ pub(super) fn object_version(metadata: &ObjectMeta) -> ObjectVersion {
     }
 }
 
-/// Whether only the mirror controllers write a label or annotation of this name.
+/// Whether a label or annotation of this name controls mirroring. It is never copied, and on mirrors and federated Services only
+/// the mirror controllers write it.
 fn is_mirror_metadata(name: &str) -> bool {
     name.starts_with("mirror.linkerd.io/") || name.starts_with("multicluster.linkerd.io/")
 }

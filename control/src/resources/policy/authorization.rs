@@ -127,14 +127,14 @@ pub enum ServerClient {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub(in crate::resources) struct ServerSpec {
-    server: RawServer,
+pub(in crate::resources) struct ServerAuthorizationSpec {
+    server: RawServerSelector,
     client: RawClient,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct RawServer {
+struct RawServerSelector {
     name: Option<String>,
     selector: Option<Selector>,
 }
@@ -168,7 +168,7 @@ struct RawServiceAccount {
 }
 
 impl ServerAuthorization {
-    pub(in crate::resources) fn from_raw(raw: RawResource<ServerSpec>) -> Result<Self, String> {
+    pub(in crate::resources) fn from_raw(raw: RawResource<ServerAuthorizationSpec>) -> Result<Self, String> {
         let meta = Meta::from_kubernetes(raw.metadata)?;
         let servers = match (raw.spec.server.name, raw.spec.server.selector) {
             (Some(name), None) => ServerSelector::Name(name.into()),

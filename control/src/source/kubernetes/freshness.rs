@@ -23,7 +23,7 @@ struct Shared {
     /// The reasons of all stale kinds.
     stale_kinds: Readiness,
     state: Mutex<State>,
-    /// Notified when the deadline changes, after which a kind without a watch is stale.
+    /// Notified when the time changes at which a kind without a watch becomes stale.
     stale_deadline_changed: Notify,
 }
 

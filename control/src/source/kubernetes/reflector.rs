@@ -93,8 +93,9 @@ impl Error {
         matches!(self, Self::Status { status, .. } if *status == StatusCode::FORBIDDEN)
     }
 
-    /// Returns whether the API server was unreachable, possibly for some time before the error.
-    fn is_timeout(&self) -> bool {
+    /// Returns whether a watch ended because the API server was unreachable, possibly for some time before the error. `Timeout` is
+    /// not among these errors: it occurs before a watch is open.
+    fn is_lost_connection(&self) -> bool {
         let io_timeout = |err: &(dyn StdError + 'static)| {
             err.downcast_ref::<io::Error>()
                 .is_some_and(|err| err.kind() == io::ErrorKind::TimedOut)
@@ -510,8 +511,8 @@ impl Reflector {
         let mut batch = EventBatch::default();
         let reading = timeout(limit, self.read_watch(response, position, &mut batch)).await;
         let reading = reading.unwrap_or(Err(Error::WatchTimeout(limit)));
-        let is_timeout = reading.as_ref().is_err_and(Error::is_timeout);
-        self.freshness.watch_ended(match is_timeout {
+        let is_lost_connection = reading.as_ref().is_err_and(Error::is_lost_connection);
+        self.freshness.watch_ended(match is_lost_connection {
             true => WatchEndCause::Timeout,
             false => WatchEndCause::Server,
         });

@@ -568,7 +568,7 @@ fn decode_slice(name: &str, labels: Value, generation: i64) -> DecodedSlice {
 }
 
 #[test]
-fn an_external_slice_change_affects_its_service() {
+fn a_change_of_a_slice_by_another_client_affects_its_service() {
     let mut index = SliceIndex::default();
     let ours = |service: &str| {
         json!({"kubernetes.io/service-name": service,

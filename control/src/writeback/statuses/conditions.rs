@@ -67,7 +67,7 @@ pub(super) fn invalid_backend_condition(name: &NamespacedName, generation: Optio
 
 /// Returns the `ResolvedRefs` condition of a route with an EgressNetwork as a backend that is not a parent of the route.
 pub(super) fn non_parent_network_condition(name: &NamespacedName, generation: Option<i64>) -> Condition {
-    let message = format!("EgressNetwork {name} can only be a backend of routes with this parent");
+    let message = format!("EgressNetwork {name} can be a backend only of routes that also have it as a parent");
     condition_false(RESOLVED_REFS, "InvalidKind", message, generation)
 }
 

@@ -22,7 +22,7 @@ pub(super) fn route_dependencies(route: &Route) -> BTreeSet<ObjectId> {
     targets
 }
 
-/// Returns all fields of a reference to a parent, without the acceptance in the status.
+/// Returns the fields of a parent that come from `parentRefs`, without `acceptance`, which comes from the status.
 pub(super) fn reference_fields(parent: &Parent) -> (ParentKind, &NamespacedName, Option<u16>, Option<&str>) {
     (parent.kind, &parent.name, parent.port, parent.section.as_deref())
 }

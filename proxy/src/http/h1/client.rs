@@ -79,12 +79,12 @@ impl ResendableRequest {
 /// Where a request may be resent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ResendTarget {
-    /// A new connection to the same endpoint: the request was not read, or the resend policy permits a resend and the connection
-    /// was idle before.
+    /// A new connection to the same endpoint: the request was not read; or it has no body, the resend policy permits a resend, and
+    /// the connection was idle before.
     SameEndpoint,
     /// Another endpoint, if the port of this endpoint is closed now, and the kernel discarded the request or the connection was
     /// reset. While the port is open, the request itself may be the reason why the application closed the connection. If the
-    /// connection was idle before, its error permits the resend without these conditions.
+    /// connection was idle before, [`FailedExchange::error`] permits the resend to another endpoint without these conditions.
     OtherEndpointIfPortClosed,
 }
 
@@ -408,7 +408,7 @@ fn send_rest(io: Io, mut message: encode::OutgoingMessage<Body>) -> ResponseIo {
 /// Maximum time that the request body is still sent after its response has ended.
 const REQUEST_BODY_GRACE: Duration = Duration::from_secs(1);
 
-/// Waits for [`REQUEST_BODY_GRACE`] after the response body was dropped, which holds the receiver of the write half.
+/// Waits until the response body, which holds the receiver of the write half, is dropped, and then for [`REQUEST_BODY_GRACE`].
 async fn wait_grace_after_response<T>(write_half_tx: &mut oneshot::Sender<T>) {
     write_half_tx.closed().await;
     tokio::time::sleep(REQUEST_BODY_GRACE).await;

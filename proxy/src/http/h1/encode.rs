@@ -50,8 +50,8 @@ enum BodyFraming {
     UntilClose,
 }
 
-/// A message that is being written. The order on the wire is `staged`, `data`, `chunk_end`, `deferred_end`, then the
-/// rest of `body`.
+/// A message that is being written. The order on the wire is `staged`, `data`, `chunk_end`, then either `deferred_end` or the rest
+/// of `body`.
 pub(crate) struct OutgoingMessage<B> {
     /// Encoded bytes that are written first: the head, short body data, chunk sizes, trailers.
     staged: PooledBuffer,

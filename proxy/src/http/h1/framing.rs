@@ -158,7 +158,7 @@ fn parse_chunk_size(bytes: &[u8]) -> Result<Option<(usize, u64)>, &'static str> 
     let n_digits = line.iter().take_while(|byte| byte.is_ascii_hexdigit()).count();
     let (digits, extension) = line.split_at(n_digits);
     let n_blanks = extension.iter().take_while(|byte| b" \t".contains(byte)).count();
-    let is_extension = match &extension[n_blanks..] {
+    let is_rest_valid = match &extension[n_blanks..] {
         [] => true,
         [b';', rest @ ..] => !rest.iter().any(|byte| byte.is_ascii_control() && *byte != b'\t'),
         _ => false,
@@ -167,7 +167,7 @@ fn parse_chunk_size(bytes: &[u8]) -> Result<Option<(usize, u64)>, &'static str> 
         .ok()
         .and_then(|digits| u64::from_str_radix(digits, 16).ok());
     match size {
-        Some(size) if is_extension => Ok(Some((end + 1, size))),
+        Some(size) if is_rest_valid => Ok(Some((end + 1, size))),
         _ => Err(INVALID),
     }
 }

@@ -78,8 +78,8 @@ pub(super) enum RequestBodyState {
 
 impl ServerConnection {
     /// Ready when the client no longer waits for its response: the connection failed, or the kernel reports it as closed. A
-    /// client that has only sent FIN still gets its response. Without `check_close`, only a connection that is lost within the
-    /// request body counts.
+    /// plaintext client that has only sent FIN still gets its response; under TLS a FIN counts as a close. Without `check_close`,
+    /// only a connection that is lost within the request body counts.
     pub(super) fn poll_client_closed(&mut self, cx: &mut Context<'_>, check_close: bool) -> Poll<Error> {
         // Write pending interim responses. An error occurs again when the response is written.
         let _ = self.poll_interims(cx);

@@ -185,8 +185,8 @@ fn is_closed(send: &mut SendRequest<Bytes>) -> bool {
     matches!(polled, Poll::Ready(Err(_)))
 }
 
-/// Stream limit of `h2` before the peer's settings arrive. Different from each limit after that: `h2` uses `usize::MAX` for
-/// no limit.
+/// Stream limit of `h2` before the peer's settings arrive. No settings lead to this value (`h2` uses `usize::MAX` for no limit), so
+/// the first change of the limit shows that they have arrived.
 const UNKNOWN_MAX_STREAMS: usize = usize::MAX - 1;
 /// Maximum time a request waits for a free stream when no further connection can be dialled. Also the maximum time an extended
 /// CONNECT waits for the peer's settings.

@@ -18,8 +18,8 @@ pub(crate) struct Http2Config {
     pub(crate) max_send_buffer_bytes: Option<usize>,
     /// Maximum number of streams that a client has opened and reset before the server has accepted them.
     pub(crate) max_pending_reset_streams: Option<usize>,
-    /// Maximum number of streams that this proxy has reset, as the client of a server, and that `h2` remembers, so that it
-    /// ignores late frames.
+    /// On connections to servers: maximum number of streams reset by this proxy that `h2` remembers, so that it ignores their late
+    /// frames.
     pub(crate) max_reset_streams: Option<usize>,
     /// Maximum header list size of one request or response, in bytes.
     pub(crate) max_header_list_bytes: u32,

@@ -175,8 +175,8 @@ fn initial_streams(params: &Http2Config) -> usize {
 /// Sizes of the windows for this number of streams.
 ///
 /// A stream that was opened when windows were larger may still hold such a window of unread data. So the connection window is
-/// the sum of the windows with which the streams were opened. The first [`initial_streams`] have the configured size. Each time
-/// the number of streams doubles, the added streams have the stream window of the doubled number.
+/// the sum of the windows with which the streams were opened. The first [`initial_streams`] have the configured size. When the
+/// number of streams doubles to `n`, the added `n / 2` streams have the stream window for `n` streams.
 fn window_sizes(params: &Http2Config, n_streams: usize) -> WindowSizes {
     let stream = |n_streams: usize| {
         let stream_share = u32::try_from(SHARED_STREAM_WINDOW_BYTES / n_streams).unwrap_or(u32::MAX);
@@ -196,7 +196,7 @@ fn window_sizes(params: &Http2Config, n_streams: usize) -> WindowSizes {
     }
 }
 
-/// Total size of all stream windows, as long as each of them is larger than [`MIN_STREAM_WINDOW`].
+/// Total size of all stream windows, if neither [`MIN_STREAM_WINDOW`] nor the configured window limits them.
 const SHARED_STREAM_WINDOW_BYTES: usize = 16 << 20;
 /// Minimum window of a stream: the protocol's default (RFC 9113, section 6.9.2).
 const MIN_STREAM_WINDOW: u32 = (1 << 16) - 1;

@@ -109,8 +109,9 @@ pub(super) fn track<T>(io: T, max_bytes: usize, timeout: Duration) -> (TrackedIo
 ///
 /// - Decoded fields: `h2` accepts twice `max_header_list_bytes`, as its builder in `server.rs` sets it, and a short field takes
 ///   about twice the bytes that it counts. So 4 times the limit.
-/// - A field that cannot be decoded yet: `h2` keeps its frames. It accepts six of them, or more if they hold at most 2.5 times
-///   the limit together. The first case covers the latter.
+/// - A field that cannot be decoded yet: `h2` keeps its frames. It accepts six of them. It accepts more only if frames are short
+///   compared with `max_header_list_bytes`; then they hold at most 3 times `max_header_list_bytes` together, which is less than
+///   the decoded fields can take.
 pub(super) fn max_bytes(params: &Http2Config, max_frame_size: Option<u32>) -> usize {
     let decoded = (params.max_header_list_bytes as usize).saturating_mul(4);
     let frames = (max_frame_size.unwrap_or(MIN_MAX_FRAME_SIZE) as usize).saturating_mul(6);

@@ -53,8 +53,8 @@ use crate::{
     net::io::Io,
 };
 
-/// Serves a connection until it ends. Ends it gracefully when `drain` or `closer` signals, when it has had no request for
-/// the idle timeout of HTTP/1, or when its first request has not arrived within the header timeout.
+/// Serves a connection until it ends. Ends it gracefully when `drain` or `closer` signals, when it has had no request for the idle
+/// timeout, or when its first request has not arrived within the header timeout.
 ///
 /// An incomplete header block reserves the memory that `h2` may hold for it.
 ///
@@ -173,10 +173,12 @@ fn connection_builder(params: &Http2Config, max_frame_size: Option<u32>) -> serv
     builder
 }
 
-/// Waits for the client preface, and prepends it to the connection again. `None` if the client is still silent
-/// [`FIRST_REQUEST_DRAIN_TIMEOUT`] after `close_signal`. Until then a request may be on its way: a client whose connection ends
-/// without GOAWAY does not know whether it may send the request again. As in HTTP/1, other bytes and an incomplete preface count as a
-/// refused request, and silence does not.
+/// Waits for the client preface, and prepends it to the connection again. `None` if the preface is not complete
+/// [`FIRST_REQUEST_DRAIN_TIMEOUT`] after `close_signal`. The wait is needed because a request may be on its way, and a client whose
+/// connection ends without GOAWAY does not know whether it may send the request again.
+///
+/// As in HTTP/1, other bytes, and a preface that is incomplete after [`PREFACE_TIMEOUT`], count as a refused request; silence does
+/// not.
 ///
 /// # Errors
 /// The client sends other bytes, or not the whole preface in time, or the connection ends.

@@ -89,7 +89,7 @@ struct PendingCopy {
 enum BodyCopyState {
     Open,
     Complete,
-    /// The original failed, or was dropped before its end.
+    /// The original failed or was dropped before its end, or the copy was cancelled.
     Failed,
     TooSlow,
     /// The receiver has dropped the copy.

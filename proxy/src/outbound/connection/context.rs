@@ -37,7 +37,8 @@ pub(crate) struct Outbound {
     pub(crate) mode: Mode,
     /// The identity of this proxy.
     pub(crate) identity_name: Arc<str>,
-    /// Limits the log messages about clients that are refused because of the bytes that they send, by the client's address.
+    /// Limits the log messages about clients that are refused because of the bytes that they send, or because they dial this proxy,
+    /// by the client's address.
     pub(crate) log_limiter: LogLimiter,
     /// Limits the log messages about targets that cannot be reached, by target and cause.
     pub(crate) target_log_limiter: Arc<LogLimiter<(Addr, &'static str)>>,

@@ -1,4 +1,4 @@
-//! Connections of applications (O1–O4): redirected, to an explicit proxy, and to a service by name.
+//! Connections (O1–O4): of applications, redirected or to an explicit proxy; and of the gateway, to a service by name.
 
 mod by_name;
 pub(super) mod context;

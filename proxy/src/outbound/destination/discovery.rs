@@ -50,7 +50,7 @@ pub(crate) struct Discovery {
     /// Runs the watch tasks of destinations.
     pub(crate) runtime: Handle,
     pub(crate) cache: Mutex<DestinationCache>,
-    /// Limits log lines about refusals, by target and cause.
+    /// Limits log lines about targets that are refused, or whose DNS lookup fails, by target and cause. Shared with the connectors.
     pub(crate) log_limiter: Arc<LogLimiter<(Addr, &'static str)>>,
 }
 

@@ -461,7 +461,11 @@ mod tests {
         let own = &http.routes[0].rules[0].action;
         assert_eq!(names(own), ["audit", "everybody", "localhost"]);
         assert!(own[0].meta.is_audit() && !own[1].meta.is_audit());
-        assert_eq!(policy, server_policy(message).unwrap(), "equal updates are equal");
+        assert_eq!(
+            policy,
+            server_policy(message).unwrap(),
+            "policies decoded from equal messages are equal"
+        );
     }
 
     #[test]

@@ -47,15 +47,15 @@ pub(crate) fn normalize_escapes(path: &str) -> Cow<'_, str> {
     let mut rest = path.as_bytes();
     while let [byte, after @ ..] = rest {
         rest = after;
-        let encoded = (*byte == b'%').then(|| percent_decoded_byte(after)).flatten();
-        let byte = match encoded {
+        let decoded = (*byte == b'%').then(|| percent_decoded_byte(after)).flatten();
+        let byte = match decoded {
             Some(byte) => {
                 rest = &after[2..];
                 byte
             }
             None => *byte,
         };
-        let is_plain = match encoded {
+        let is_plain = match decoded {
             Some(byte) => is_unreserved_or_delim(byte),
             None => stays_unencoded(byte),
         };

@@ -1,5 +1,5 @@
 //! Other ways to link clusters, and the end of a link. With `TULLE_TEST_FULL=1` only, because the members of a cluster leave federated
-//! Services a minute after its Link.
+//! Services only a minute after its Link is deleted.
 
 use anyhow::ensure;
 use tulle_tests::images::Image;

@@ -13,7 +13,7 @@ use tulle_tests::meshed::{Client, assert_all_ok};
 
 use self::traffic::{GATEWAY_ID, check_protocols, export, proxy_metrics};
 
-/// Identities, without the name of the issuer.
+/// The identities of the client in west and of the server in east.
 const CLIENT_ID: &str = "client.shop.serviceaccount.identity.linkerd.cluster.local";
 const SERVER_ID: &str = "web.shop.serviceaccount.identity.linkerd.east.id";
 

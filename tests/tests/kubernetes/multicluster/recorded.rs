@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-use self::differences::{Difference, Found};
+use self::differences::{Difference, FieldDifferences};
 use super::*;
 
 /// Inputs of a recording.
@@ -283,14 +283,14 @@ async fn change_objects(step: &Step, west: &ApiServer, east: &ApiServer) {
 }
 
 /// Waits until the differences are the expected ones.
-async fn wait_for_differences(step: &str, expected: &Found, found: impl AsyncFn() -> Found) {
+async fn wait_for_differences(step: &str, expected: &FieldDifferences, found: impl AsyncFn() -> FieldDifferences) {
     let deadline = tokio::time::Instant::now() + CONVERGENCE_TIMEOUT;
     loop {
         let found = found().await;
         if found == *expected {
             return;
         }
-        let lines = |one: &Found, other: &Found| {
+        let lines = |one: &FieldDifferences, other: &FieldDifferences| {
             let lines = one.difference(other).map(|difference| format!("{difference:?}"));
             lines.collect::<Vec<_>>().join("\n")
         };
@@ -323,8 +323,8 @@ fn object_key(object: &Value) -> String {
     format!("{} {}/{}", text("kind"), text("namespace"), text("name"))
 }
 
-fn found_differences(theirs: &Objects, ours: &Objects) -> Found {
-    let mut found = Found::new();
+fn found_differences(theirs: &Objects, ours: &Objects) -> FieldDifferences {
+    let mut found = FieldDifferences::new();
     let names: BTreeSet<&String> = theirs.keys().chain(ours.keys()).collect();
     for name in names {
         let mut add = |field: &str, here: &str| found.insert((name.clone(), field.to_owned(), here.to_owned()));
@@ -393,7 +393,8 @@ struct Versions {
 }
 
 impl Versions {
-    /// The name, labels and annotations of an object. The name of the remote object replaces its resource version.
+    /// The name, labels and annotations of an object. In the annotation of the remote resource version, the kind of the remote
+    /// object that has this version (or "older") replaces the version.
     fn metadata(&self, kind: &str, object: &Value) -> (String, Value) {
         let metadata = &object["metadata"];
         let mut fields = json!({});
@@ -455,7 +456,7 @@ async fn link_statuses(west: &ApiServer) -> Objects {
     entries
 }
 
-/// All objects of a kind outside of the namespaces of Kubernetes.
+/// All objects of a kind, except those in the namespace default, where Kubernetes has its own.
 async fn list<K>(server: &ApiServer) -> Vec<Value>
 where
     K: kube::Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::Serialize + DeserializeOwned,

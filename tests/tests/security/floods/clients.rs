@@ -231,7 +231,7 @@ impl fmt::Display for WellBehavedClient<'_> {
     }
 }
 
-/// A path that only tapped clients request.
+/// A path that only the tapped client requests of the application; other clients request it of admin servers.
 pub(crate) const TAPPED_PATH: &str = "/ready";
 /// The resources of the aggregated API.
 pub(crate) const TELEMETRY_PATH: &str = "/apis/telemetry.tulle.dev/v1alpha1";

@@ -301,7 +301,7 @@ words! {
         Bytes = "bytes",
         /// Opaque bytes if the proxy terminated mesh TLS, otherwise refused.
         InTls = "in-tls",
-        /// A request if the proxy terminated mesh TLS, because a peer's proxy may have upgraded it. Otherwise it is not HTTP.
+        /// A request if the proxy terminated mesh TLS, because a peer's proxy may have upgraded it. Otherwise as `bad-request`.
         Upgraded = "upgraded",
         /// Refused, because it is not HTTP.
         NotHttp = "not-http",
@@ -317,7 +317,7 @@ words! {
         OnlyRequestsAllowed = "only-requests",
         /// Refused without an input, because the port requires HTTP.
         NoInput = "no-input",
-        /// As `no-input` without TLS. An HTTP server inside TLS waits for a request until its time limit.
+        /// Without TLS, as `no-input`. Inside TLS, an HTTP server waits for a request until its time limit.
         Idle = "idle",
         /// Refused, because the port does not accept requests.
         HttpNotAllowed = "http-not-allowed",

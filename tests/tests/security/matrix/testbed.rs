@@ -107,9 +107,9 @@ pub(super) fn replace_with_empty_control_plane(testbed: &mut Testbed) {
 pub(super) fn restart_until(testbed: &Mutex<Testbed>, n_restarts: &Mutex<u32>, is_over: impl Fn() -> bool) {
     while !is_over() {
         testbed.lock().kill_control_plane();
-        thread::sleep(DOWN_TIME);
+        thread::sleep(RESTART_PHASE);
         testbed.lock().start_control_plane("manifests");
-        thread::sleep(DOWN_TIME);
+        thread::sleep(RESTART_PHASE);
         *n_restarts.lock() += 1;
     }
 }
@@ -326,4 +326,4 @@ const NAMESPACE_PREFIX: &str = "tm-";
 const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// How long the control plane is down, and then up, during restarts.
-const DOWN_TIME: Duration = Duration::from_millis(200);
+const RESTART_PHASE: Duration = Duration::from_millis(200);

@@ -108,7 +108,7 @@ fn the_oldest_route_for_the_same_connections_is_accepted() {
     assert_eq!(affected, ["a", "b"]);
     apply_route(&mut index, tcp, metadata("shop", "c", 1), spec(None, &[]));
     apply_route(&mut index, tcp, metadata("shop", "d", 3), spec(Some(81), &[]));
-    // Clients do not see this route together with those of the Service's namespace.
+    // A route outside the Service's namespace: older routes of the Service's namespace displace it.
     apply_route(&mut index, tcp, metadata("other", "z", 2), spec(Some(82), &[]));
     let condition_of = |name: &str| first_condition(&index, tcp, "shop", name);
     assert_eq!(condition_of("b"), accepted);
@@ -244,7 +244,7 @@ fn a_route_is_accepted_only_if_the_protocol_of_a_port_supports_its_kind() {
         (json!({}), Some("grpc"), Some(80), &[HTTP, GRPC]),
         (json!({}), Some("redis"), Some(80), &[TCP]),
         (opaque("80"), None, Some(80), &[TCP]),
-        // The mark takes precedence over `appProtocol`, as in proxies.
+        // The opaque-ports annotation takes precedence over `appProtocol`, as in proxies.
         (opaque("a"), Some("grpc"), Some(80), &[TCP]),
         (opaque("80"), Some("http"), Some(80), &[TCP]),
         // By the cluster's default, unless the annotation says otherwise.
@@ -274,7 +274,7 @@ fn a_route_is_accepted_only_if_the_protocol_of_a_port_supports_its_kind() {
             index.0.delete(&ObjectId::new(kind, NamespacedName::new("shop", "r")));
         }
     }
-    for (traffic, kind, expected) in [
+    for (annotations, kind, expected) in [
         (json!({}), GRPC, "True Accepted: "),
         (opaque("443"), TCP, "True Accepted: "),
         (
@@ -284,7 +284,7 @@ fn a_route_is_accepted_only_if_the_protocol_of_a_port_supports_its_kind() {
              and opaque ports of the parent",
         ),
     ] {
-        let metadata = json!({"name": "net", "namespace": "shop", "annotations": traffic});
+        let metadata = json!({"name": "net", "namespace": "shop", "annotations": annotations});
         index.apply(
             Kind::EgressNetwork,
             json!({"metadata": metadata, "spec": {"trafficPolicy": "Allow"}}),

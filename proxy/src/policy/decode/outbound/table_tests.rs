@@ -70,12 +70,13 @@ enum Backends {
     Valid,
 }
 
-/// Creates a function for each kind of route. It returns a policy with one route that has the given metadata, backends and filter.
+/// Creates a function for each kind of route. It returns a policy with one route that has the given metadata and backends, and a
+/// filter of unknown kind if `has_unknown_filter` is true.
 macro_rules! route_kinds {
     ($($name:literal: $module:ident, $wrap:expr;)*) => {
         [$((
             $name,
-            Box::new(|metadata, backends: Backends, filter: bool| {
+            Box::new(|metadata, backends: Backends, has_unknown_filter: bool| {
                 use proto::$module::distribution::{FirstAvailable, Kind as Distributed, RandomAvailable};
                 let route_backend = |backend| proto::$module::RouteBackend { backend, ..Default::default() };
                 let valid = || Some(backend_with_kind(balance("web.shop:80", Some(peak_ewma()))));
@@ -93,7 +94,7 @@ macro_rules! route_kinds {
                 };
                 let rule = proto::$module::Rule {
                     backends: Some(proto::$module::Distribution { kind }),
-                    filters: filter.then(Default::default).into_iter().collect(),
+                    filters: has_unknown_filter.then(Default::default).into_iter().collect(),
                     ..Default::default()
                 };
                 $wrap(metadata, rule)
@@ -181,7 +182,7 @@ fn values_out_of_range_are_refused() {
         with_accrual(unified(|unified| unified.decay = Some(window)))
     };
     let requests = |n| with_accrual(unified(|unified| unified.min_requests = n));
-    for (message, is_read) in [
+    for (message, is_accepted) in [
         (range(1, 599), true),
         (range(503, 503), true),
         (range(504, 503), false),
@@ -205,7 +206,7 @@ fn values_out_of_range_are_refused() {
             true,
         ),
     ] {
-        assert_eq!(reason(message.clone()).is_empty(), is_read, "{message:?}");
+        assert_eq!(reason(message.clone()).is_empty(), is_accepted, "{message:?}");
     }
 }
 

@@ -242,7 +242,7 @@ fn a_complete_policy_is_decoded() {
     assert_eq!(*timeout, Duration::from_secs(10));
     assert_eq!(route.as_ref().unwrap().meta.name(), "o");
     let again = client_policy(policy_with_protocol(Some(Kind::Detect(detect())))).unwrap();
-    assert_eq!(policy, again, "equal updates are equal");
+    assert_eq!(policy, again, "policies decoded from equal messages are equal");
 
     for (kind, expected) in [
         (Kind::Opaque(opaque(1, 0)), ClientProtocol::Opaque(None)),

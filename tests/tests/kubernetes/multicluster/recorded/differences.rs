@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
 /// An object, a field and the value here; the field is empty if the object exists only here or only in the recording.
-pub(super) type Found = BTreeSet<(String, String, String)>;
+pub(super) type FieldDifferences = BTreeSet<(String, String, String)>;
 
 /// Fields of objects that differ, and the reason.
 pub(super) struct Difference {
@@ -16,18 +16,18 @@ pub(super) struct Difference {
 }
 
 /// The differences that are expected after a step.
-pub(super) fn expected_after_step(differences: &[Difference], step: usize) -> Found {
-    let mut found = Found::new();
+pub(super) fn expected_after_step(differences: &[Difference], step: usize) -> FieldDifferences {
+    let mut expected = FieldDifferences::new();
     for difference in differences.iter().filter(|difference| difference.steps.contains(&step)) {
         for (object, fields) in difference.objects {
             for (field, here) in *fields {
                 let [object, field, here] = [*object, *field, *here].map(str::to_owned);
-                let is_new = found.insert((object, field, here));
+                let is_new = expected.insert((object, field, here));
                 assert!(is_new, "listed twice: {}", difference.reason);
             }
         }
     }
-    found
+    expected
 }
 
 pub(super) const MIRRORS: &[Difference] = &[
