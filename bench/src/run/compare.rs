@@ -19,7 +19,7 @@ use super::rows::{self, Scenario};
 use super::setup::{Peer, Setup};
 use super::sidecars::Sidecars;
 use super::testbed::{SERVICE_IP, Testbed};
-use super::{peer, throttle, tools, tulle};
+use super::{databases, peer, throttle, tools, tulle};
 
 /// Arguments of `tulle-bench compare-builds`.
 #[derive(clap::Args, Clone, Debug)]
@@ -210,7 +210,7 @@ fn start<'a>(args: &Args, testbeds: &'a [Testbed], setup: &Setup) -> anyhow::Res
         .iter()
         .zip(&args.builds)
         .map(|(testbed, build)| {
-            testbed.run_tcp_app(setup.tcp_app)?;
+            databases::run(setup.tcp_app, testbed)?;
             let sidecars = tulle::start(testbed, setup, build)?;
             measurement::warm_up(testbed, Some(&sidecars), setup)?;
             tulle::verify(testbed, setup.path)?;

@@ -1,4 +1,4 @@
-//! The applications behind the opaque port, and the load generators of databases.
+//! The applications at the opaque port, and the load generators of databases.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -10,16 +10,8 @@ use tulle_core::netns::Namespace;
 
 use super::generators::{LoadResult, run_to_end, seconds_option};
 use super::process::Process;
+use super::setup::TcpApp;
 use super::testbed::{SERVER_IP, TCP_PORT, Testbed};
-
-/// The application that listens on [`TCP_PORT`].
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum TcpApp {
-    /// Our own, which sends all bytes back.
-    Echo,
-    Postgres,
-    Redis,
-}
 
 /// A load of pgbench: 8 clients that read one row in each transaction.
 #[derive(Clone, Copy, Debug)]
@@ -36,28 +28,29 @@ pub(super) struct RedisLoad {
     pub(super) pipelined: u32,
 }
 
-impl TcpApp {
-    pub(super) fn start(self, testbed: &Testbed) -> anyhow::Result<Process> {
-        let (name, command) = match self {
-            Self::Echo => ("echo", echo_command(testbed)?),
-            Self::Postgres => ("postgres", postgres_command(testbed)?),
-            Self::Redis => ("redis", redis_command(testbed)),
+/// Runs this application at [`TCP_PORT`] of a testbed, instead of another one.
+pub(super) fn run(app: TcpApp, testbed: &Testbed) -> anyhow::Result<()> {
+    testbed.run_tcp_app(app, || {
+        let (name, command) = match app {
+            TcpApp::Echo => ("echo", echo_command(testbed)?),
+            TcpApp::Postgres => ("postgres", postgres_command(testbed)?),
+            TcpApp::Redis => ("redis", redis_command(testbed)),
         };
         let mut process = Process::start(name, command, testbed.dir.path())?;
         process.wait_for_ports(&[TCP_PORT])?;
-        if self == Self::Postgres {
+        if app == TcpApp::Postgres {
             fill_postgres(testbed)?;
         }
         Ok(process)
-    }
+    })
+}
 
-    /// Sends some requests, to open connections between the sidecars.
-    pub(super) fn send_some_requests(self, testbed: &Testbed, host: &str) -> anyhow::Result<LoadResult> {
-        match self {
-            Self::Echo => bail!("the echo server has load generators of its own"),
-            Self::Postgres => pgbench(testbed, host, PgbenchLoad { reconnect: true }, Duration::from_secs(1)),
-            Self::Redis => redis_benchmark(testbed, host, WARM_UP_REDIS_LOAD, 1000),
-        }
+/// Sends some requests to a database, to open connections between the sidecars.
+pub(super) fn send_some_requests(app: TcpApp, testbed: &Testbed, host: &str) -> anyhow::Result<LoadResult> {
+    match app {
+        TcpApp::Echo => bail!("the echo server has load generators of its own"),
+        TcpApp::Postgres => pgbench(testbed, host, PgbenchLoad { reconnect: true }, Duration::from_secs(1)),
+        TcpApp::Redis => redis_benchmark(testbed, host, WARM_UP_REDIS_LOAD, 1000),
     }
 }
 

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 
-use super::databases::{self, PgbenchLoad, RedisLoad, TcpApp};
+use super::databases::{self, PgbenchLoad, RedisLoad};
 use super::generators::{BULK_MESSAGE_BYTES, BenchLoad, LoadResult, WrkLoad, bench_load, ghz, h2load, wrk};
 use super::memory::ResidentMemory;
 use super::metric::{Metric, Sample};
 use super::process::Process;
 use super::rows::Scenario;
 use super::setup::Side;
-use super::setup::{Setup, Traffic};
+use super::setup::{Setup, TcpApp, Traffic};
 use super::sidecars::Sidecars;
 use super::testbed::{HTTP_PORT, SERVER_IP, SERVICE_IP, TCP_PORT, Testbed};
 use super::{hostile, slow, tulle};
@@ -29,7 +29,9 @@ pub(super) fn warm_up(testbed: &Testbed, sidecars: Option<&Sidecars>, setup: &Se
             WARM_UP_DURATION,
         )?,
         Traffic::Http2 => ghz(testbed, host, WARM_UP_DURATION)?,
-        Traffic::Opaque if setup.tcp_app != TcpApp::Echo => setup.tcp_app.send_some_requests(testbed, host)?,
+        Traffic::Opaque if setup.tcp_app != TcpApp::Echo => {
+            databases::send_some_requests(setup.tcp_app, testbed, host)?
+        }
         Traffic::Opaque => {
             // The first connections wait for the policy of their port, so the result of the first run does not count.
             bench_load(testbed, host, BenchLoad::Bulk, WARM_UP_DURATION)?;

@@ -38,11 +38,10 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use clap::ValueEnum as _;
 
-use self::databases::TcpApp;
 use self::report::{Report, Results};
 use self::rows::Scenario;
 use self::setup::Peer;
-use self::setup::Setup;
+use self::setup::{Setup, TcpApp};
 use self::sidecars::Sidecars;
 use self::testbed::Testbed;
 
@@ -208,7 +207,7 @@ fn n_measurements(rows: &[Scenario], peer: Peer) -> u32 {
 
 /// Starts the sidecars of one peer and verifies that traffic passes through them.
 fn start(testbed: &Testbed, peer: Peer, setup: &Setup) -> anyhow::Result<Option<Sidecars>> {
-    testbed.run_tcp_app(setup.tcp_app).context("starting the application")?;
+    databases::run(setup.tcp_app, testbed).context("starting the application")?;
     let sidecars = peer.start(testbed, setup).context("starting")?;
     measurement::warm_up(testbed, sidecars.as_ref(), setup).context("warming up")?;
     peer.verify(testbed, setup).context("checking")?;

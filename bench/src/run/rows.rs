@@ -2,8 +2,7 @@
 
 use std::time::Duration;
 
-use super::databases::TcpApp;
-use super::setup::{Instrumentation, Peer, Rules, Setup, SidecarPath, Traffic};
+use super::setup::{Instrumentation, Peer, Rules, Setup, SidecarPath, TcpApp, Traffic};
 
 /// A scenario of the benchmark. Scenarios run in this order. Adjacent scenarios that need the same sidecars share them.
 #[derive(

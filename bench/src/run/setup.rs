@@ -4,8 +4,6 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::databases::TcpApp;
-
 /// A kind of sidecar that is compared with others. In this crate, a peer is not the other end of a connection.
 #[derive(clap::ValueEnum, serde::Serialize, serde::Deserialize, Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 #[serde(rename_all = "kebab-case")]
@@ -54,6 +52,15 @@ pub(super) enum SidecarPath {
     Inbound,
 }
 
+/// The application at the opaque port.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum TcpApp {
+    /// Our own, which sends all bytes back.
+    Echo,
+    Postgres,
+    Redis,
+}
+
 /// How the instructions or allocations of tulle are counted.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Instrumentation {
@@ -89,7 +96,6 @@ pub(super) struct Setup {
     pub(super) head_timeout: Option<Duration>,
     /// Rules in addition to the policy that permits the client.
     pub(super) rules: Rules,
-    /// The application at the opaque port.
     pub(super) tcp_app: TcpApp,
     /// Whether the sidecars are started for this scenario only.
     pub(super) exclusive: bool,

@@ -15,10 +15,10 @@ use tempfile::TempDir;
 use tulle_core::names::port;
 use tulle_core::netns::{Namespace, VirtualNetwork};
 
-use super::databases::TcpApp;
 use super::process::Process;
 use super::setup::Side;
 use super::setup::SidecarPath;
+use super::setup::TcpApp;
 use super::{certs, tools};
 
 /// The testbed without the sidecars. Dropping it removes everything.
@@ -35,7 +35,7 @@ pub(super) struct Testbed {
 }
 
 impl Testbed {
-    /// Builds the testbed with its HTTP application and [`TcpApp::Echo`]. `app_args` are additional arguments of the former.
+    /// Builds the testbed with its HTTP application. `app_args` are additional arguments of the application.
     pub(super) fn build(app_args: &[&str]) -> anyhow::Result<Self> {
         let mut testbed = Self::without_app()?;
         let mut command = testbed
@@ -46,16 +46,19 @@ impl Testbed {
         let mut app = Process::start("app", command, testbed.dir.path())?;
         app.wait_for_ports(&[HTTP_PORT])?;
         testbed._app = Some(app);
-        testbed.run_tcp_app(TcpApp::Echo)?;
         Ok(testbed)
     }
 
-    /// Runs this application at [`TCP_PORT`], instead of another one.
-    pub(super) fn run_tcp_app(&self, app: TcpApp) -> anyhow::Result<()> {
+    /// Starts this application at [`TCP_PORT`] unless it runs. Ends the one that ran before.
+    pub(super) fn run_tcp_app(
+        &self,
+        app: TcpApp,
+        start: impl FnOnce() -> anyhow::Result<Process>,
+    ) -> anyhow::Result<()> {
         let mut running = self.tcp_app.lock();
         if running.as_ref().is_none_or(|(current, _)| *current != app) {
             *running = None; // the old one frees the port
-            *running = Some((app, app.start(self)?));
+            *running = Some((app, start()?));
         }
         Ok(())
     }

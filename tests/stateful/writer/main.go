@@ -43,6 +43,8 @@ type report struct {
 	Lost         int            `json:"lost"`
 	LongestPause float64        `json:"longest_pause_ms"`
 	Errors       map[string]int `json:"errors"`
+	// ReadError says why the numbers could not be read; then none is counted as lost.
+	ReadError string `json:"read_error"`
 }
 
 // name is that of the table, set, queue, topic or stream.
@@ -146,7 +148,8 @@ func finish(store store, acknowledged []int, result report) error {
 			return json.NewEncoder(os.Stdout).Encode(result)
 		}
 		if time.Now().After(deadline) {
-			return fmt.Errorf("reading the numbers: %w", err)
+			result.ReadError = err.Error()
+			return json.NewEncoder(os.Stdout).Encode(result)
 		}
 		time.Sleep(afterFailure)
 	}
