@@ -16,8 +16,9 @@ use crate::{
     policy::endpoint::{EndpointSpec, EndpointTls, ProtocolHint},
     tls::{
         client,
-        credentials::{Alpn, Credentials, EndpointSessions},
+        credentials::{Alpn, Credentials},
         header::{SessionProtocol, TransportHeader},
+        sessions::EndpointSessions,
     },
 };
 

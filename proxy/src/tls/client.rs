@@ -10,8 +10,9 @@ use tokio_rustls::client::TlsStream;
 use tulle_core::identity::Identity;
 
 use crate::tls::certificate;
-use crate::tls::credentials::{Alpn, Credentials, EndpointSessions};
+use crate::tls::credentials::{Alpn, Credentials};
 use crate::tls::handshake_failure::HandshakeFailure;
+use crate::tls::sessions::EndpointSessions;
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

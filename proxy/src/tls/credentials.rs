@@ -3,8 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use arc_swap::{ArcSwap, ArcSwapOption};
-use rustls::client::{Resumption, TicketRequest};
+use arc_swap::ArcSwap;
+use rustls::client::Resumption;
 use rustls::crypto::{CryptoProvider, aws_lc_rs, ring};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::server::{NoServerSessionStorage, ServerSessionMemoryCache};
@@ -16,6 +16,7 @@ use zeroize::Zeroizing;
 
 use crate::tls::certificate::{self, Validity};
 use crate::tls::chain::{self, ClientChainVerifier, ServerChainVerifier};
+use crate::tls::sessions::EndpointSessions;
 
 /// The root certificates to which a peer's certificate must chain.
 #[derive(Clone)]
@@ -38,20 +39,6 @@ pub(crate) struct CertifiedKey {
 #[derive(Clone)]
 pub(crate) struct Credentials {
     shared: Arc<Shared>,
-}
-
-/// TLS sessions that one endpoint lets this proxy resume, which saves the signatures of a handshake.
-///
-/// They end with the credentials of either side: after a new certificate or new trust anchors, the next handshake is a full one.
-#[derive(Default)]
-pub(crate) struct EndpointSessions {
-    config: ArcSwapOption<ConfigWithSessions>,
-}
-
-struct ConfigWithSessions {
-    /// The configuration of the credentials, from which `config` was copied.
-    without_sessions: Arc<ClientConfig>,
-    config: Arc<ClientConfig>,
 }
 
 /// The application protocol that a handshake asks for.
@@ -339,30 +326,6 @@ impl Credentials {
     }
 }
 
-impl EndpointSessions {
-    /// The configuration with these sessions. A configuration of other credentials than at the last call ends all sessions.
-    fn add_to(&self, without_sessions: Arc<ClientConfig>) -> Arc<ClientConfig> {
-        if let Some(current) = &*self.config.load()
-            && Arc::ptr_eq(&current.without_sessions, &without_sessions)
-        {
-            return current.config.clone();
-        }
-        let mut config = ClientConfig::clone(&without_sessions);
-        config.resumption = Resumption::in_memory_sessions(MAX_ENDPOINT_SESSIONS);
-        config.send_ticket_request = Some(TicketRequest {
-            new_session_count: 1,
-            resumption_count: 1,
-        });
-        let config = Arc::new(config);
-        let current = ConfigWithSessions {
-            without_sessions,
-            config: config.clone(),
-        };
-        self.config.store(Some(Arc::new(current)));
-        config
-    }
-}
-
 impl fmt::Debug for Credentials {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Credentials")
@@ -492,9 +455,6 @@ fn server_config(
     Ok(config)
 }
 
-/// A connection uses up one stored session and receives a new one. So this many connections can be resumed at the same time;
-/// further ones do a full handshake.
-const MAX_ENDPOINT_SESSIONS: usize = 8;
 /// A session has the certificates of its client, about 1 KB.
 const MAX_SERVER_SESSIONS: usize = 512;
 

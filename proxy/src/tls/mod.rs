@@ -14,6 +14,7 @@ mod debug;
 pub(crate) mod handshake_failure;
 pub(crate) mod header;
 pub(crate) mod server;
+pub(crate) mod sessions;
 pub(crate) mod status;
 
 #[cfg(test)]

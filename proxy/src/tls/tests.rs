@@ -16,10 +16,11 @@ use tulle_core::identity::Identity;
 use zeroize::Zeroizing;
 
 use crate::tls::client;
-use crate::tls::credentials::{Alpn, CertifiedKey, Credentials, CredentialsError, EndpointSessions, TrustAnchors};
+use crate::tls::credentials::{Alpn, CertifiedKey, Credentials, CredentialsError, TrustAnchors};
 use crate::tls::handshake_failure::HandshakeFailure;
 use crate::tls::header::{Decoded, InvalidHeader, SessionProtocol, TransportHeader};
 use crate::tls::server::{self, MAX_HELLO_BYTES, ParsedHello};
+use crate::tls::sessions::EndpointSessions;
 
 pub(crate) struct Authority {
     pub(crate) issuer: Issuer<'static, KeyPair>,

@@ -17,6 +17,7 @@ use super::component::Component;
 use super::kubernetes_components::ComponentContext;
 use super::pki::{Pki, Subject};
 use super::slot::Slot;
+use crate::programs;
 
 pub struct Node {
     pub(super) name: String,
@@ -224,8 +225,13 @@ state = "{state}"
             "mode": "nftables",
         });
         self.write("kube-proxy.json", &config.to_string())?;
-        let mut command = self.command(context, "kube-proxy")?;
-        command.arg(format!("--config={}", self.dir.join("kube-proxy.json").display()));
+        // A data race can end the start of kube-proxy 1.34: its `NodeConfig` may get events while handlers are added. Usually the
+        // kubelet starts its container again. Here a shell starts it again, once.
+        let mut command = self.command(context, "sh")?;
+        command
+            .args(["-c", r#"setpriv --pdeathsig=KILL "$@" || exec "$@""#, "sh"])
+            .arg(programs::find("kube-proxy")?)
+            .arg(format!("--config={}", self.dir.join("kube-proxy.json").display()));
         self.start(context, "kube-proxy", command)
     }
 
