@@ -56,17 +56,29 @@ struct RunningWriter {
 type Copies<'a> = [Deployed<'a>; 2];
 
 impl Suite {
-    /// Disturbs a cluster in each way, `TULLE_STATEFUL_TIMES` times.
-    pub(super) async fn disturb_cluster(&self, server: &Server, writer: Writer) -> anyhow::Result<()> {
+    /// Creates a cluster and its copy, and disturbs both in each way, `TULLE_STATEFUL_TIMES` times.
+    pub(super) async fn disturb_cluster(&self, server: &Server, writer: Writer) {
         let copies = [NAMESPACE, OUTSIDE].map(|namespace| Deployed {
             storage: Some(self.meshed.file("storage").join(namespace).join(server.name)),
             ..Deployed::new(server, namespace)
         });
+        let begun = Instant::now();
+        let mut result = self.disturb_copies(&copies, writer).await;
         for copy in &copies {
+            result = result.and(self.delete(copy).await);
+        }
+        if let Err(error) = result {
+            let row = (server.name, "");
+            self.results.add(row, "disturbances", begun.elapsed(), Err(error));
+        }
+    }
+
+    async fn disturb_copies(&self, copies: &Copies<'_>, writer: Writer) -> anyhow::Result<()> {
+        for copy in copies {
             create_storage(copy)?;
             self.meshed.apply(&copy.manifest().to_string()).await?;
         }
-        self.wait_until_formed(&copies).await?;
+        self.wait_until_formed(copies).await?;
         let version = self.version_of(&copies[0]).await?;
         let times: u32 = env::var("TULLE_STATEFUL_TIMES").map_or(Ok(1), |times| times.parse())?;
         for disturbance in Disturbance::ALL {
@@ -74,17 +86,14 @@ impl Suite {
             let mut reports = Vec::new();
             for time in 0..times {
                 let name = format!("written_{disturbance:?}_{time}").to_lowercase();
-                reports.push(self.disturb(&copies, writer, disturbance, &name).await?);
+                reports.push(self.disturb(copies, writer, disturbance, &name).await?);
             }
             self.results.add(
-                (server.name, &version),
+                (&copies[0].name, &version),
                 disturbance.scene(),
                 begun.elapsed(),
                 summary(&reports),
             );
-        }
-        for copy in &copies {
-            self.delete(copy).await?;
         }
         Ok(())
     }

@@ -108,12 +108,13 @@ impl Suite {
         Ok(())
     }
 
-    /// Waits until the pod of a server is ready.
+    /// Waits until all pods of a server are ready and up to date.
     pub(super) async fn wait_for_server(&self, server: &Deployed<'_>) -> anyhow::Result<()> {
         let name = format!("statefulset/{}", server.name);
-        let args = ["rollout", "status", "-n", server.namespace, &name, "--timeout=110s"];
-        let waited = self.meshed.cluster.kubectl(&args).await;
-        if let Err(error) = waited {
+        let mut kubectl = self.meshed.cluster.command("kubectl")?;
+        kubectl.args(["rollout", "status", "-n", server.namespace, &name]);
+        let what = format!("the rollout of {name} in {}", server.namespace);
+        if let Err(error) = commands::output_within(ROLLOUT_TIMEOUT, &what, kubectl).await {
             let args = ["logs", "-n", server.namespace, &name, "-c", "server", "--tail=20"];
             let log = self.meshed.cluster.kubectl(&args).await;
             return Err(error.context(log.unwrap_or_else(|error| format!("{error:#}"))));
@@ -207,6 +208,8 @@ fn last_lines(text: &str) -> String {
     lines[lines.len().saturating_sub(MAX_REPORTED_LINES)..].join("\n")
 }
 
+/// Six members are replaced one after another.
+const ROLLOUT_TIMEOUT: Duration = Duration::from_secs(300);
 /// Longer than the longest silence.
 const SCRIPT_TIMEOUT: Duration = Duration::from_secs(900);
 const MAX_REPORTED_LINES: usize = 6;
