@@ -12,9 +12,10 @@ use tulle_tests::client::{Http1, full, read_until};
 use tulle_tests::mesh::{HTTP, Mesh, mesh};
 
 /// Clients of each server. With [`REQUESTS`] of each, a server gets 3,000 requests.
-const CLIENTS: u32 = 300;
+const CLIENTS: usize = 300;
 const REQUESTS: u32 = 10;
 const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
+const CLOSE_DELAY: Duration = Duration::from_millis(20);
 const BODY: &str = "an order";
 
 #[test]
@@ -28,14 +29,15 @@ fn no_post_is_lost_when_a_server_closes_idle_connections() {
             for workload in ["web", "legacy"] {
                 servers.push(apps::serve_tcp(mesh.listen(workload, HTTP).await, serve));
             }
-            let mut clients = JoinSet::new();
-            for (workload, client) in ["web", "legacy"]
-                .into_iter()
-                .flat_map(|w| (0..CLIENTS).map(move |client| (w, client)))
-            {
+            let mut streams = Vec::new();
+            for workload in ["web", "legacy"].repeat(CLIENTS) {
                 let stream = mesh.dial("client", mesh.service_addr(workload, HTTP)).await;
-                clients.spawn(post_in_turn(stream, workload, client));
+                streams.push((stream, workload));
             }
+            let posts = streams
+                .into_iter()
+                .map(|(stream, workload)| post_in_turn(stream, workload));
+            let clients: JoinSet<_> = posts.collect();
             let failed: Vec<String> = clients.join_all().await.into_iter().flatten().collect();
             assert!(
                 failed.is_empty(),
@@ -46,23 +48,21 @@ fn no_post_is_lost_when_a_server_closes_idle_connections() {
         });
 }
 
-/// Answers requests until the connection was idle for [`IDLE_TIMEOUT`].
+/// Answers requests until the connection was idle for [`IDLE_TIMEOUT`]. A request that comes in the [`CLOSE_DELAY`] after it is lost,
+/// as in a server that closes several connections in turn.
 async fn serve(mut stream: TcpStream) {
-    while timeout(IDLE_TIMEOUT, stream.readable()).await.is_ok() {
-        let is_ended = stream.peek(&mut [0]).await.map_or(true, |n| n == 0);
-        if is_ended {
-            return;
-        }
+    while let Ok(Ok(1..)) = timeout(IDLE_TIMEOUT, stream.peek(&mut [0])).await {
         read_until(&mut stream, BODY).await;
         let rsp = "HTTP/1.1 200 OK\r\nkeep-alive: timeout=1\r\ncontent-length: 0\r\n\r\n";
         if stream.write_all(rsp.as_bytes()).await.is_err() {
             return;
         }
     }
+    sleep(CLOSE_DELAY).await;
 }
 
 /// Sends requests on one connection, each about [`IDLE_TIMEOUT`] after the one before. Returns what failed.
-async fn post_in_turn(stream: TcpStream, workload: &str, client: u32) -> Vec<String> {
+async fn post_in_turn(stream: TcpStream, workload: &str) -> Vec<String> {
     let mut http = Http1::handshake(stream).await;
     let mut failed = Vec::new();
     for number in 0..REQUESTS {
@@ -72,12 +72,9 @@ async fn post_in_turn(stream: TcpStream, workload: &str, client: u32) -> Vec<Str
             Ok(rsp) => failed.push(format!("{} {}", rsp.status, rsp.cause())),
             Err(error) => failed.push(error.to_string()),
         }
-        // The time is spread around the idle timeout, so that some requests would meet the end of a connection.
-        sleep(
-            IDLE_TIMEOUT + Duration::from_millis(u64::from((client * 7 + number * 31) % 100))
-                - Duration::from_millis(50),
-        )
-        .await;
+        // All clients come at the same time, so that they need many connections, whose idle time is near the timeout.
+        let offset = Duration::from_millis(u64::from(number * 31 % 100));
+        sleep(IDLE_TIMEOUT - Duration::from_millis(50) + offset).await;
     }
     failed
 }

@@ -181,7 +181,7 @@ export RABBITMQ_CONFIG_FILE=/tmp/rabbitmq.conf RABBITMQ_ENABLED_PLUGINS_FILE=/tm
 echo '[rabbitmq_management].' > /tmp/plugins
 [[ -e /data/.erlang.cookie ]] || printf secret > /data/.erlang.cookie
 chmod 400 /data/.erlang.cookie
-printf '%s\\n' \"listeners.tcp.default = $PORT\" 'loopback_users.guest = false' \\
+printf '%s\\n' \"listeners.tcp.default = $PORT\" 'loopback_users.guest = false' 'cluster_partition_handling = autoheal' \\
   'cluster_formation.peer_discovery_backend = classic_config' > /tmp/rabbitmq.conf
 for i in 0 1 2; do echo \"cluster_formation.classic_config.nodes.$i = rabbit@rabbitmq3-$i.$domain\"; done >> /tmp/rabbitmq.conf
 exec /usr/lib/rabbitmq/bin/rabbitmq-server",
