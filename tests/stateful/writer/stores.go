@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"path"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	"github.com/go-zookeeper/zk"
@@ -50,11 +51,13 @@ func (e *etcd) read(ctx context.Context) ([]int, error) {
 	return parsed(texts)
 }
 
-// zooKeeper creates a node for each number.
+// zooKeeper creates a node for each number. The client resolves the names of servers only once, so a failed write opens a new session.
 type zooKeeper struct {
+	addrs     []string
 	conn      *zk.Conn
 	isCreated bool
 	calls     oneCall
+	hasFailed atomic.Bool
 }
 
 type noLog struct{}
@@ -62,12 +65,27 @@ type noLog struct{}
 func (noLog) Printf(string, ...any) {}
 
 func newZooKeeper(addrs []string) (store, error) {
-	conn, _, err := zk.Connect(addrs, 4*time.Second, zk.WithLogger(noLog{}))
-	return &zooKeeper{conn: conn, calls: newOneCall()}, err
+	return &zooKeeper{addrs: addrs, calls: newOneCall()}, nil
+}
+
+// connect opens a session, unless there is one whose last write has succeeded.
+func (z *zooKeeper) connect() error {
+	if z.conn != nil && !z.hasFailed.Swap(false) {
+		return nil
+	}
+	if z.conn != nil {
+		z.conn.Close()
+	}
+	conn, _, err := zk.Connect(z.addrs, 4*time.Second, zk.WithLogger(noLog{}))
+	z.conn = conn
+	return err
 }
 
 func (z *zooKeeper) write(ctx context.Context, number int) error {
-	return z.calls.within(ctx, func() error {
+	err := z.calls.within(ctx, func() error {
+		if err := z.connect(); err != nil {
+			return err
+		}
 		parent := "/" + name
 		if !z.isCreated {
 			_, err := z.conn.Create(parent, nil, 0, zk.WorldACL(zk.PermAll))
@@ -79,11 +97,18 @@ func (z *zooKeeper) write(ctx context.Context, number int) error {
 		_, err := z.conn.Create(path.Join(parent, strconv.Itoa(number)), nil, 0, zk.WorldACL(zk.PermAll))
 		return err
 	})
+	if err != nil {
+		z.hasFailed.Store(true)
+	}
+	return err
 }
 
 func (z *zooKeeper) read(ctx context.Context) ([]int, error) {
 	var texts []string
 	err := z.calls.within(ctx, func() error {
+		if err := z.connect(); err != nil {
+			return err
+		}
 		parent := "/" + name
 		if _, err := z.conn.Sync(parent); err != nil {
 			return fmt.Errorf("sync: %w", err)
@@ -93,6 +118,7 @@ func (z *zooKeeper) read(ctx context.Context) ([]int, error) {
 		return err
 	})
 	if err != nil {
+		z.hasFailed.Store(true)
 		return nil, err
 	}
 	return parsed(texts)
