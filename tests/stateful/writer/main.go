@@ -1,8 +1,8 @@
 // Writer writes numbers to a database or a broker, one after another, until its standard input ends. Then it reads all of them,
 // and reports how many acknowledged numbers are missing and how long it had to wait for an acknowledgement.
 //
-// An attempt that fails is counted, and followed by the next number. Each number is acknowledged by as many members as survive the
-// loss of one.
+// An attempt that fails is counted, and followed by the next number. A number counts as acknowledged when so many
+// members have it that the loss of one member loses no number.
 package main
 
 import (

@@ -1,6 +1,7 @@
 //! Clusters lose members while a client writes to them, in the mesh and at the same time outside of it.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 use std::process::Stdio;
 use std::time::Duration;
 use std::{env, fs};
@@ -12,7 +13,6 @@ use serde::Deserialize;
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::time::{Instant, sleep, timeout};
-use tulle_tests::commands;
 use tulle_tests::images::Image;
 use tulle_tests::meshed::find_process;
 
@@ -80,11 +80,14 @@ impl Suite {
         }
         self.wait_until_formed(copies).await?;
         let version = self.version_of(&copies[0]).await?;
-        let times: u32 = env::var("TULLE_STATEFUL_TIMES").map_or(Ok(1), |times| times.parse())?;
+        let times = env::var("TULLE_STATEFUL_TIMES").unwrap_or_else(|_| "1".to_owned());
+        let times: NonZeroU32 = times
+            .parse()
+            .with_context(|| format!("TULLE_STATEFUL_TIMES is {times:?}; expected a number from 1"))?;
         for disturbance in Disturbance::ALL {
             let begun = Instant::now();
             let mut reports = Vec::new();
-            for time in 0..times {
+            for time in 0..times.get() {
                 let name = format!("written_{disturbance:?}_{time}").to_lowercase();
                 reports.push(self.disturb(copies, writer, disturbance, &name).await?);
             }
@@ -109,13 +112,16 @@ impl Suite {
         let started = copies.iter().map(|copy| self.start_writer(copy, writer, name));
         let writers = try_join_all(started).await?;
         let leaders = try_join_all(copies.iter().map(|copy| self.leader_of(copy, writer, name))).await?;
-        self.apply_disturbance(copies, disturbance, &leaders)
-            .await
-            .with_context(|| format!("{}, {leaders:?}", disturbance.scene()))?;
-        self.wait_until_formed(copies).await?;
+        let disturb = async {
+            self.apply_disturbance(copies, disturbance, &leaders).await?;
+            self.wait_until_formed(copies).await
+        };
+        let disturbed = disturb.await;
         if matches!(disturbance, Disturbance::NodeDrained) {
+            // Also after a failure, because other clusters come after this one.
             self.meshed.kubectl(&format!("uncordon {DRAINED_NODE}")).await?;
         }
+        disturbed.with_context(|| format!("{}, {leaders:?}", disturbance.scene()))?;
         sleep(AFTERWARDS).await;
         let reports = try_join_all(writers.into_iter().map(RunningWriter::finish)).await?;
         reports.try_into().ok().context("two reports")
@@ -161,11 +167,8 @@ impl Suite {
                 try_join_all(deleted).await.map(drop)
             }
             Disturbance::NodeDrained => {
-                let mut drain = meshed.cluster.command("kubectl")?;
-                drain.args(["drain", DRAINED_NODE, "--ignore-daemonsets", "--delete-emptydir-data"]);
-                let output = commands::output_within(DRAIN_TIMEOUT, "the drain", drain).await?;
-                ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-                Ok(())
+                let drain = ["drain", DRAINED_NODE, "--ignore-daemonsets", "--delete-emptydir-data"];
+                self.kubectl_for_minutes(&drain).await
             }
         }
     }
@@ -314,8 +317,6 @@ fn summary(reports: &[[Report; 2]]) -> anyhow::Result<String> {
 }
 
 const DRAINED_NODE: &str = "node2";
-/// Evictions of members of one cluster wait for each other.
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(300);
 const WITHOUT_CONTROL_PLANE: Duration = Duration::from_secs(15);
 /// How long writes go on after the cluster is complete.
 const AFTERWARDS: Duration = Duration::from_secs(3);

@@ -55,6 +55,19 @@ async fn clusters_lose_no_acknowledged_write() {
     suite.results.print_and_assert();
 }
 
+/// # Panics
+/// Panics if `TULLE_STATEFUL_SERVERS` has a name that no server has.
 fn is_selected(server: &Server) -> bool {
-    env::var("TULLE_STATEFUL_SERVERS").map_or(true, |names| names.split(',').any(|name| name == server.name))
+    let Ok(selected) = env::var("TULLE_STATEFUL_SERVERS") else {
+        return true;
+    };
+    let all = [&databases::SHORT[..], &databases::LONG, &brokers::ALL, &clusters::ALL].concat();
+    let names: Vec<&str> = all.iter().map(|server| server.name).collect();
+    for name in selected.split(',') {
+        assert!(
+            names.contains(&name),
+            "TULLE_STATEFUL_SERVERS has {name:?}; expected some of {names:?}"
+        );
+    }
+    selected.split(',').any(|name| name == server.name)
 }

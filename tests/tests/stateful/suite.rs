@@ -111,14 +111,26 @@ impl Suite {
     /// Waits until all pods of a server are ready and up to date.
     pub(super) async fn wait_for_server(&self, server: &Deployed<'_>) -> anyhow::Result<()> {
         let name = format!("statefulset/{}", server.name);
-        let mut kubectl = self.meshed.cluster.command("kubectl")?;
-        kubectl.args(["rollout", "status", "-n", server.namespace, &name]);
-        let what = format!("the rollout of {name} in {}", server.namespace);
-        if let Err(error) = commands::output_within(ROLLOUT_TIMEOUT, &what, kubectl).await {
+        let args = ["rollout", "status", "-n", server.namespace, &name];
+        if let Err(error) = self.kubectl_for_minutes(&args).await {
             let args = ["logs", "-n", server.namespace, &name, "-c", "server", "--tail=20"];
             let log = self.meshed.cluster.kubectl(&args).await;
             return Err(error.context(log.unwrap_or_else(|error| format!("{error:#}"))));
         }
+        Ok(())
+    }
+
+    /// Runs a kubectl command that waits for several pods in turn.
+    pub(super) async fn kubectl_for_minutes(&self, args: &[&str]) -> anyhow::Result<()> {
+        let mut kubectl = self.meshed.cluster.command("kubectl")?;
+        kubectl.args(args);
+        let what = format!("kubectl {}", args.join(" "));
+        let output = commands::output_within(PODS_IN_TURN_TIMEOUT, &what, kubectl).await?;
+        ensure!(
+            output.status.success(),
+            "{what}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         Ok(())
     }
 
@@ -208,8 +220,8 @@ fn last_lines(text: &str) -> String {
     lines[lines.len().saturating_sub(MAX_REPORTED_LINES)..].join("\n")
 }
 
-/// Six members are replaced one after another.
-const ROLLOUT_TIMEOUT: Duration = Duration::from_secs(300);
+/// Six members are replaced or evicted one after another.
+const PODS_IN_TURN_TIMEOUT: Duration = Duration::from_secs(300);
 /// Longer than the longest silence.
 const SCRIPT_TIMEOUT: Duration = Duration::from_secs(900);
 const MAX_REPORTED_LINES: usize = 6;
