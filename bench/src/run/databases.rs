@@ -144,18 +144,12 @@ pub(super) fn pgbench(
                 .filter_map(|line| line.split(' ').nth(2)?.parse::<u64>().ok()),
         );
     }
-    times.sort_unstable();
     ensure!(!times.is_empty(), "pgbench printed {text:?}");
-    let at = |percent: usize| times[(times.len() - 1) * percent / 100] as f64;
-    Ok(LoadResult {
-        requests: times.len() as u64,
-        seconds: duration.as_secs_f64(),
-        p50_us: at(50),
-        p99_us: at(99),
-        failed: 0, // pgbench fails if a transaction does
-    })
+    let failed = 0; // pgbench fails if a transaction does
+    Ok(LoadResult::from_times(times, duration, failed))
 }
 
+/// The arguments that name the database.
 fn postgres_target(host: &str) -> [String; 4] {
     [
         format!("--host={host}"),

@@ -24,6 +24,21 @@ pub(super) struct LoadResult {
     pub(super) failed: u64,
 }
 
+impl LoadResult {
+    /// The result of requests with these times in microseconds, of which there must be one.
+    pub(super) fn from_times(mut times: Vec<u64>, duration: Duration, failed: u64) -> Self {
+        times.sort_unstable();
+        let at = |percent: usize| times[(times.len() - 1) * percent / 100] as f64;
+        Self {
+            requests: times.len() as u64,
+            seconds: duration.as_secs_f64(),
+            p50_us: at(50),
+            p99_us: at(99),
+            failed,
+        }
+    }
+}
+
 /// The HTTP/1 requests that wrk sends.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WrkLoad {
@@ -101,7 +116,7 @@ pub(super) fn h2load(testbed: &Testbed, host: &str, duration: Duration) -> anyho
     let log = std::fs::read_to_string(&log).with_context(|| format!("h2load printed {text:?}"))?;
     // Columns: start time, status, duration. Times are in microseconds.
     let mut failed = 0;
-    let mut times: Vec<u64> = log
+    let times: Vec<u64> = log
         .lines()
         .filter_map(|line| {
             let mut fields = line.split('\t').skip(1);
@@ -110,16 +125,8 @@ pub(super) fn h2load(testbed: &Testbed, host: &str, duration: Duration) -> anyho
             Some(time)
         })
         .collect();
-    times.sort_unstable();
     ensure!(!times.is_empty(), "h2load printed {text:?}");
-    let at = |percent: usize| times[(times.len() - 1) * percent / 100] as f64;
-    Ok(LoadResult {
-        requests: times.len() as u64,
-        seconds: duration.as_secs_f64(),
-        p50_us: at(50),
-        p99_us: at(99),
-        failed,
-    })
+    Ok(LoadResult::from_times(times, duration, failed))
 }
 
 /// gRPC unary calls with ghz.

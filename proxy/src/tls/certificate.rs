@@ -4,7 +4,7 @@ use std::io;
 use std::time::{Duration, SystemTime};
 
 use rustls::pki_types::CertificateDer;
-use rustls::{CertificateError, Error};
+use rustls::{CertificateError, CommonState, Error, HandshakeKind};
 use tulle_core::identity::Identity;
 use x509_parser::extensions::{GeneralName, ParsedExtension};
 use x509_parser::prelude::{FromDer, X509Certificate};
@@ -48,11 +48,14 @@ pub(super) fn parse(certificate: &CertificateDer<'_>) -> Result<CertificateInfo,
     })
 }
 
-/// Checks that all certificates are valid now. A resumed handshake does not verify them again.
+/// Checks that all certificates of the peer are still valid if its session was resumed: such a handshake does not verify them.
 ///
 /// # Errors
 /// A certificate is not valid now; the error is the one of a full handshake.
-pub(super) fn check_times(chain: &[CertificateDer<'_>]) -> io::Result<()> {
+pub(super) fn check_resumed(session: &CommonState) -> io::Result<()> {
+    if session.handshake_kind() != Some(HandshakeKind::Resumed) {
+        return Ok(());
+    }
     let now = SystemTime::now();
     let check = |certificate| {
         let Validity { not_before, not_after } = parse(certificate)?.validity;
@@ -64,6 +67,7 @@ pub(super) fn check_times(chain: &[CertificateDer<'_>]) -> io::Result<()> {
             Ok(())
         }
     };
+    let chain = session.peer_certificates().unwrap_or_default();
     let checked = chain.iter().try_for_each(check);
     checked.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }

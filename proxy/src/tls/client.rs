@@ -2,7 +2,6 @@
 
 use std::io;
 
-use rustls::HandshakeKind;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::TlsConnector;
@@ -71,9 +70,7 @@ where
     let connector = TlsConnector::from(creds.client_config(alpn, sessions));
     let stream = connector.connect(server_name, io).await.map_err(failed)?;
     let (_, session) = stream.get_ref();
-    if session.handshake_kind() == Some(HandshakeKind::Resumed) {
-        certificate::check_times(session.peer_certificates().unwrap_or_default()).map_err(failed)?;
-    }
+    certificate::check_resumed(session).map_err(failed)?;
     check_identity(&stream, id)?;
     Ok(stream)
 }

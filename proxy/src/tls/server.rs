@@ -2,7 +2,6 @@
 
 use std::io;
 
-use rustls::HandshakeKind;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -91,9 +90,7 @@ where
     };
     let stream = TlsAcceptor::from(config).accept(io).await.map_err(failed)?;
     let (_, session) = stream.get_ref();
-    if session.handshake_kind() == Some(HandshakeKind::Resumed) {
-        certificate::check_times(session.peer_certificates().unwrap_or_default()).map_err(failed)?;
-    }
+    certificate::check_resumed(session).map_err(failed)?;
     let client_id = match session.peer_certificates().and_then(<[_]>::first) {
         None => None,
         Some(leaf) => {
