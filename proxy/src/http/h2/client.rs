@@ -33,7 +33,7 @@ use crate::{
             body::{BodyOrigin, StreamBody},
             config::Http2Config,
             flow_control::{FlowControlWindows, StreamToken, StreamWaiters, WeakStreamToken},
-            keep_alive::{PeerChecks, wait_ping_timeout},
+            keep_alive::{PeerChecks, PingTimeout, Pinger, until_ping_timeout},
             send_body::BodySender,
             upgraded_stream::{UpgradedStream, UpgradedStreamCounter, UpgradedStreamGuard},
             write_batch::{BatchedIo, WriteBatch, batch_writes},
@@ -236,10 +236,8 @@ pub(crate) async fn connect(
         settings_tx,
         waiters: waiters.clone(),
     };
-    let pings = connection.ping_pong();
-    let keep_alive = params.keep_alive;
-    let ping_timeout = async move { wait_ping_timeout(keep_alive, checks.as_deref(), pings, || false).await };
-    tokio::spawn(drive(connection, batch, windows, ping_timeout, limit_updater));
+    let pinger = Pinger::new(connection.ping_pong(), params.keep_alive, checks);
+    tokio::spawn(drive(connection, batch, windows, pinger, limit_updater));
     Ok(SharedConnection {
         send,
         token,
@@ -282,7 +280,7 @@ async fn drive(
     mut connection: client::Connection<BatchedIo, Bytes>,
     batch: WriteBatch,
     mut windows: FlowControlWindows,
-    ping_timeout: impl Future<Output = ()>,
+    pinger: Option<Pinger>,
     mut limit_updater: StreamLimitUpdater,
 ) {
     let drive_frames = poll_fn(|cx| {
@@ -297,11 +295,10 @@ async fn drive(
             polled
         })
     });
-    tokio::select! {
-        ended = drive_frames => if let Err(error) = ended {
-            tracing::debug!(%error, "HTTP/2 connection ended");
-        },
-        () = ping_timeout => tracing::debug!("HTTP/2 peer did not answer a ping in time"),
+    match until_ping_timeout(drive_frames, pinger, || false).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::debug!(%error, "HTTP/2 connection ended"),
+        Err(PingTimeout) => tracing::debug!("HTTP/2 peer did not answer a ping in time"),
     }
 }
 

@@ -37,7 +37,7 @@ use crate::{
             flow_control::{FlowControlWindows, StreamToken},
             header_block,
             idle_tracker::{ConnectionActivity, IdleState, IdleTracker},
-            keep_alive::wait_ping_timeout,
+            keep_alive::{PingTimeout, Pinger, until_ping_timeout},
             send_body::{self, BodySender},
             upgraded_stream::UpgradedStream,
             write_batch::batch_writes,
@@ -88,20 +88,18 @@ where
     let task_pool = RequestTaskPool::new(service, windows.token(), config);
     // A client cannot answer a ping within a header block, because no other frames are permitted there.
     let block_state = header_block_limits.block_state().clone();
-    let cannot_answer = || block_state.is_unfinished();
-    let mut ping_timeout = pin!(wait_ping_timeout(
-        params.keep_alive,
-        None,
-        connection.ping_pong(),
-        cannot_answer
-    ));
+    let cannot_answer = {
+        let block_state = block_state.clone();
+        move || block_state.is_unfinished()
+    };
+    let pinger = Pinger::new(connection.ping_pong(), params.keep_alive, None);
     let mut goaway_sent = false;
     let mut idle_tracker = IdleTracker::new(config.limits.header_read_timeout, config.limits.idle_timeout);
     let mut check_timer = interval_at(
         Instant::now() + idle_tracker.check_interval,
         idle_tracker.check_interval,
     );
-    poll_fn(|cx| {
+    let drive = poll_fn(|cx| {
         let polled = batch.poll_and_flush(cx, |cx| {
             windows.adapt(|sizes| {
                 connection.set_initial_window_size(sizes.stream)?;
@@ -144,9 +142,11 @@ where
             connection.graceful_shutdown();
             cx.waker().wake_by_ref(); // to write GOAWAY
         }
-        ping_timeout.as_mut().poll(cx).map(|()| Err(Error::ClientClosed))
-    })
-    .await
+        Poll::Pending
+    });
+    until_ping_timeout(drive, pinger, cannot_answer)
+        .await
+        .unwrap_or_else(|PingTimeout| Err(Error::ClientClosed))
 }
 
 fn connection_builder(params: &Http2Config, max_frame_size: Option<u32>) -> server::Builder {
