@@ -1,5 +1,5 @@
-# The task `stateful` of `run`, and the files of the images with real servers for `tests/tests/stateful`. `run` sources this file
-# and defines the other functions and variables.
+# The task `stateful` of `run`, the files of the images with real servers for `tests/tests/stateful`, and the brokers of the
+# benchmark. `run` sources this file and defines the other functions and variables.
 # shellcheck shell=bash disable=SC2154
 
 # Programs of both images: a shell and what its scripts call.
@@ -24,10 +24,27 @@ need_databases() {
   need_root databases "" "${shell_packages[@]}" "${database_packages[@]}"
 }
 
-need_brokers() {
-  need mvn
+need_nats() {
   need_go_tool "$nats_server" nats-server
   need_go_tool "$nats_client" nats
+}
+
+# Kafka without an image, for the benchmark.
+need_kafka() {
+  local pom
+  pom="$(<tests/stateful/pom.xml)"
+  [[ "$(cat "$cache/.kafka" 2>/dev/null)" == "$pom" ]] && return
+  say "downloading Kafka"
+  need java
+  need mvn
+  rm -rf "$KAFKA_JARS"
+  copy_jars tests/stateful/pom.xml "$KAFKA_JARS"
+  echo "$pom" >"$cache/.kafka"
+}
+
+need_brokers() {
+  need mvn
+  need_nats
   need_root brokers add_brokers "${shell_packages[@]}" "${broker_packages[@]}"
 }
 
@@ -87,9 +104,14 @@ unpack() {
   cp tests/stateful/etc/* "$root/etc"
 }
 
-# Kafka and ZooKeeper from Maven, NATS from the Go proxy.
+# Kafka, ZooKeeper and Cassandra from Maven, NATS from the Go proxy.
 add_brokers() {
-  mvn --quiet --batch-mode --file tests/stateful/pom.xml dependency:copy-dependencies "-DoutputDirectory=$1/usr/share/brokers"
+  copy_jars tests/stateful/pom.xml "$1/usr/share/brokers"
+  copy_jars tests/stateful/cassandra.xml "$1/usr/share/cassandra"
   cp "$cache/bin/nats-server" "$cache/bin/nats" "$1/usr/bin"
-  CGO_ENABLED=0 go build -C tests/stateful/writer -ldflags '-s -w' -o "$1/usr/bin/writer"
+  CGO_ENABLED=0 go build -C tests/stateful/writer -ldflags '-s -w' -o "$1/usr/bin/" . ./cql
+}
+
+copy_jars() {
+  mvn --quiet --batch-mode --file "$1" dependency:copy-dependencies "-DoutputDirectory=$2"
 }

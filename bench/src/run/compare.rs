@@ -19,7 +19,7 @@ use super::rows::{self, Scenario};
 use super::setup::{Peer, Setup};
 use super::sidecars::Sidecars;
 use super::testbed::{SERVICE_IP, Testbed};
-use super::{databases, peer, throttle, tools, tulle};
+use super::{peer, tcp_apps, throttle, tools, tulle};
 
 /// Arguments of `tulle-bench compare-builds`.
 #[derive(clap::Args, Clone, Debug)]
@@ -195,10 +195,14 @@ fn incomparable_reason(row: Scenario) -> Option<&'static str> {
         | Scenario::RedisC1
         | Scenario::RedisC50
         | Scenario::RedisPipelined
+        | Scenario::Kafka
+        | Scenario::Nats
         | Scenario::HttpC64Baseline
         | Scenario::Routed
         | Scenario::Rewritten
         | Scenario::Profiled
+        | Scenario::Tproxy
+        | Scenario::TproxyNewMtls
         | Scenario::OneWorker
         | Scenario::TwoWorkers => None,
     }
@@ -210,7 +214,7 @@ fn start<'a>(args: &Args, testbeds: &'a [Testbed], setup: &Setup) -> anyhow::Res
         .iter()
         .zip(&args.builds)
         .map(|(testbed, build)| {
-            databases::run(setup.tcp_app, testbed)?;
+            tcp_apps::run(setup.tcp_app, testbed, SERVICE_IP)?;
             let sidecars = tulle::start(testbed, setup, build)?;
             measurement::warm_up(testbed, Some(&sidecars), setup)?;
             tulle::verify(testbed, setup.path)?;

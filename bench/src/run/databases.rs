@@ -1,4 +1,4 @@
-//! The applications at the opaque port, and the load generators of databases.
+//! Databases at the opaque port, and their load generators.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -9,8 +9,6 @@ use nix::unistd::{User, chown};
 use tulle_core::netns::Namespace;
 
 use super::generators::{LoadResult, run_to_end, seconds_option};
-use super::process::Process;
-use super::setup::TcpApp;
 use super::testbed::{SERVER_IP, TCP_PORT, Testbed};
 
 /// A load of pgbench: 8 clients that read one row in each transaction.
@@ -28,47 +26,7 @@ pub(super) struct RedisLoad {
     pub(super) pipelined: u32,
 }
 
-/// Runs this application at [`TCP_PORT`] of a testbed, instead of another one.
-pub(super) fn run(app: TcpApp, testbed: &Testbed) -> anyhow::Result<()> {
-    testbed.run_tcp_app(app, || {
-        let (name, command) = match app {
-            TcpApp::Echo => ("echo", echo_command(testbed)?),
-            TcpApp::Postgres => ("postgres", postgres_command(testbed)?),
-            TcpApp::Redis => ("redis", redis_command(testbed)),
-        };
-        let mut process = Process::start(name, command, testbed.dir.path())?;
-        process.wait_for_ports(&[TCP_PORT])?;
-        if app == TcpApp::Postgres {
-            fill_postgres(testbed)?;
-        }
-        Ok(process)
-    })
-}
-
-/// Sends some requests to a database, to open connections between the sidecars.
-pub(super) fn send_some_requests(app: TcpApp, testbed: &Testbed, host: &str) -> anyhow::Result<LoadResult> {
-    match app {
-        TcpApp::Echo => bail!("the echo server has load generators of its own"),
-        TcpApp::Postgres => pgbench(testbed, host, PgbenchLoad { reconnect: true }, Duration::from_secs(1)),
-        TcpApp::Redis => redis_benchmark(testbed, host, WARM_UP_REDIS_LOAD, 1000),
-    }
-}
-
-/// Fails if the programs of PostgreSQL or Redis are missing.
-pub(super) fn check() -> anyhow::Result<()> {
-    postgres_program("pgbench")?;
-    super::tools::check_installed("redis-server")?;
-    super::tools::check_installed("redis-benchmark")
-}
-
-fn echo_command(testbed: &Testbed) -> anyhow::Result<Command> {
-    let program = std::env::current_exe().context("finding this program")?;
-    let mut command = testbed.server.command(program);
-    command.args(["serve", "--tcp", &format!("{SERVER_IP}:{TCP_PORT}")]);
-    Ok(command)
-}
-
-fn redis_command(testbed: &Testbed) -> Command {
+pub(super) fn redis_command(testbed: &Testbed) -> Command {
     let mut command = testbed.server.command("redis-server");
     command
         .args(["--bind", SERVER_IP, "--port", &TCP_PORT.to_string()])
@@ -78,7 +36,7 @@ fn redis_command(testbed: &Testbed) -> Command {
 }
 
 /// The command of a server, whose files are created if there are none yet.
-fn postgres_command(testbed: &Testbed) -> anyhow::Result<Command> {
+pub(super) fn postgres_command(testbed: &Testbed) -> anyhow::Result<Command> {
     let files = testbed.file("postgres");
     if !files.exists() {
         std::fs::create_dir(&files).with_context(|| format!("creating {}", files.display()))?;
@@ -105,7 +63,7 @@ fn postgres_command(testbed: &Testbed) -> anyhow::Result<Command> {
 }
 
 /// Creates the tables of pgbench, without sidecars.
-fn fill_postgres(testbed: &Testbed) -> anyhow::Result<()> {
+pub(super) fn fill_postgres(testbed: &Testbed) -> anyhow::Result<()> {
     let mut command = testbed.server.command(postgres_program("pgbench")?);
     command
         .args(["--initialize", "--quiet"])
@@ -167,7 +125,7 @@ pub(super) fn redis_requests(
     duration: Duration,
 ) -> anyhow::Result<u64> {
     let trial = redis_benchmark(testbed, host, load, TRIAL_REDIS_REQUESTS)?;
-    Ok((trial.requests as f64 / trial.seconds * duration.as_secs_f64()).ceil() as u64)
+    Ok(trial.requests_within(duration))
 }
 
 /// Load with redis-benchmark.
@@ -212,7 +170,7 @@ pub(super) fn redis_benchmark(
 }
 
 /// The path of a program of PostgreSQL, of the newest installed version.
-fn postgres_program(name: &str) -> anyhow::Result<PathBuf> {
+pub(super) fn postgres_program(name: &str) -> anyhow::Result<PathBuf> {
     let versions = std::fs::read_dir(POSTGRES_VERSIONS).with_context(|| missing(name))?;
     let programs = versions.filter_map(|version| Some(version.ok()?.path().join("bin").join(name)));
     let newest = programs.filter(|program| program.exists()).max();
@@ -235,7 +193,7 @@ fn command_as_postgres_user(namespace: &Namespace, program: PathBuf) -> Command 
 const POSTGRES_VERSIONS: &str = "/usr/lib/postgresql";
 /// The user that the Debian package creates, also in the database.
 const POSTGRES_USER: &str = "postgres";
-const WARM_UP_REDIS_LOAD: RedisLoad = RedisLoad {
+pub(super) const ONE_REDIS_CONNECTION: RedisLoad = RedisLoad {
     connections: 1,
     pipelined: 1,
 };

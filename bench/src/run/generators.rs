@@ -25,6 +25,11 @@ pub(super) struct LoadResult {
 }
 
 impl LoadResult {
+    /// The number of requests that take this time at the same rate.
+    pub(super) fn requests_within(&self, duration: Duration) -> u64 {
+        (self.requests as f64 / self.seconds * duration.as_secs_f64()).ceil() as u64
+    }
+
     /// The result of requests with these times in microseconds, of which there must be one.
     pub(super) fn from_times(mut times: Vec<u64>, duration: Duration, failed: u64) -> Self {
         times.sort_unstable();

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 
+use super::brokers;
 use super::databases::{self, PgbenchLoad, RedisLoad};
 use super::generators::{BULK_MESSAGE_BYTES, BenchLoad, LoadResult, WrkLoad, bench_load, ghz, h2load, wrk};
 use super::memory::ResidentMemory;
@@ -16,7 +17,7 @@ use super::setup::Side;
 use super::setup::{Setup, TcpApp, Traffic};
 use super::sidecars::Sidecars;
 use super::testbed::{HTTP_PORT, SERVER_IP, SERVICE_IP, TCP_PORT, Testbed};
-use super::{hostile, slow, tulle};
+use super::{hostile, slow, tcp_apps, tulle};
 
 /// Opens connections between the sidecars, so that no measurement contains their first handshake.
 pub(super) fn warm_up(testbed: &Testbed, sidecars: Option<&Sidecars>, setup: &Setup) -> anyhow::Result<()> {
@@ -29,9 +30,7 @@ pub(super) fn warm_up(testbed: &Testbed, sidecars: Option<&Sidecars>, setup: &Se
             WARM_UP_DURATION,
         )?,
         Traffic::Http2 => ghz(testbed, host, WARM_UP_DURATION)?,
-        Traffic::Opaque if setup.tcp_app != TcpApp::Echo => {
-            databases::send_some_requests(setup.tcp_app, testbed, host)?
-        }
+        Traffic::Opaque if setup.tcp_app != TcpApp::Echo => tcp_apps::send_some_requests(setup.tcp_app, testbed, host)?,
         Traffic::Opaque => {
             // The first connections wait for the policy of their port, so the result of the first run does not count.
             bench_load(testbed, host, BenchLoad::Bulk, WARM_UP_DURATION)?;
@@ -79,6 +78,7 @@ pub(super) fn measure(
         | Scenario::Routed
         | Scenario::Rewritten
         | Scenario::Profiled
+        | Scenario::Tproxy
         | Scenario::OneWorker
         | Scenario::TwoWorkers => http1(WrkLoad::get_requests(64)),
         Scenario::Post1Kib => post(16, 1 << 10),
@@ -93,12 +93,20 @@ pub(super) fn measure(
         Scenario::GrpcStream => bench_load_sample(BenchLoad::Streams),
         Scenario::Bulk => bench_load_sample(BenchLoad::Bulk).map(|sample| add_throughput(sample, BULK_MESSAGE_BYTES)),
         Scenario::SmallOpaque => bench_load_sample(BenchLoad::Small),
-        Scenario::NewMtls => bench_load_sample(BenchLoad::Reconnect),
+        Scenario::NewMtls | Scenario::TproxyNewMtls => bench_load_sample(BenchLoad::Reconnect),
         Scenario::Pgbench => pgbench_sample(PgbenchLoad { reconnect: false }),
         Scenario::PgbenchConnect => pgbench_sample(PgbenchLoad { reconnect: true }),
         Scenario::RedisC1 => redis_sample(1, 1),
         Scenario::RedisC50 => redis_sample(50, 1),
         Scenario::RedisPipelined => redis_sample(50, 16),
+        Scenario::Kafka => {
+            let messages = brokers::kafka_messages(testbed, host, duration)?;
+            measure_load(sidecars, || brokers::produce_to_kafka(testbed, host, messages))
+        }
+        Scenario::Nats => {
+            let messages = brokers::nats_messages(testbed, host, duration)?;
+            measure_load(sidecars, || brokers::publish_to_nats(testbed, host, messages))
+        }
         Scenario::Idle => measure_idle_memory(testbed, sidecars, open_idle_http_client),
         Scenario::IdleOpaque => measure_idle_memory(testbed, sidecars, open_idle_opaque_client),
         Scenario::SlowHeads => slow::measure(testbed, sidecars.context("there is no sidecar")?, duration),

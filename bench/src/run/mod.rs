@@ -4,6 +4,7 @@
 //! each row, so that other load on the machine affects all of them alike. The report has medians. The client, both sidecars and the
 //! application share the CPUs of the machine, so ratios between peers are more reliable than absolute values.
 
+mod brokers;
 mod budgets;
 mod callgrind;
 mod certs;
@@ -27,6 +28,7 @@ mod setup;
 mod sidecars;
 mod slow;
 mod tap;
+mod tcp_apps;
 mod testbed;
 mod throttle;
 mod tools;
@@ -41,9 +43,10 @@ use clap::ValueEnum as _;
 use self::report::{Report, Results};
 use self::rows::Scenario;
 use self::setup::Peer;
-use self::setup::{Setup, TcpApp};
+use self::setup::Setup;
 use self::sidecars::Sidecars;
 use self::testbed::Testbed;
+use self::testbed::{SERVER_IP, SERVICE_IP};
 
 #[derive(clap::Args, Clone, Debug)]
 pub struct DocumentArgs {
@@ -109,8 +112,8 @@ pub struct Args {
 pub fn main(args: &Args) -> anyhow::Result<()> {
     tools::raise_descriptor_limit()?;
     peer::prepare_run(&args.peers, &["wrk", "ghz", "h2load"])?;
-    if args.rows.iter().any(|row| row.setup().tcp_app != TcpApp::Echo) {
-        databases::check()?;
+    for row in &args.rows {
+        tcp_apps::check(row.setup().tcp_app)?;
     }
     let testbeds = args.peers.iter().map(|peer| Ok((*peer, Testbed::build(&[])?)));
     let mut testbeds = testbeds.collect::<anyhow::Result<Vec<_>>>()?;
@@ -207,7 +210,8 @@ fn n_measurements(rows: &[Scenario], peer: Peer) -> u32 {
 
 /// Starts the sidecars of one peer and verifies that traffic passes through them.
 fn start(testbed: &Testbed, peer: Peer, setup: &Setup) -> anyhow::Result<Option<Sidecars>> {
-    databases::run(setup.tcp_app, testbed).context("starting the application")?;
+    let host = if peer == Peer::None { SERVER_IP } else { SERVICE_IP };
+    tcp_apps::run(setup.tcp_app, testbed, host).context("starting the application")?;
     let sidecars = peer.start(testbed, setup).context("starting")?;
     measurement::warm_up(testbed, sidecars.as_ref(), setup).context("warming up")?;
     peer.verify(testbed, setup).context("checking")?;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::setup::{Instrumentation, Peer, Rules, Setup, SidecarPath, TcpApp, Traffic};
+use super::setup::{InboundMode, Instrumentation, Peer, Rules, Setup, SidecarPath, TcpApp, Traffic};
 
 /// A scenario of the benchmark. Scenarios run in this order. Adjacent scenarios that need the same sidecars share them.
 #[derive(
@@ -52,6 +52,10 @@ pub(crate) enum Scenario {
     RedisC50,
     /// Redis: the same on 50 connections, each with 16 requests before it waits for responses.
     RedisPipelined,
+    /// Kafka: its producer test with messages of 100 bytes, in batches that the broker acknowledges.
+    Kafka,
+    /// NATS JetStream: `nats bench` with 8 clients, each with a message of 64 bytes that the server acknowledges.
+    Nats,
     /// Memory of 800 idle HTTP/1 connections.
     Idle,
     /// Memory of 800 idle opaque connections.
@@ -74,6 +78,10 @@ pub(crate) enum Scenario {
     Rewritten,
     /// HTTP/1 on 64 connections, with a ServiceProfile that has retries and a timeout.
     Profiled,
+    /// HTTP/1 on 64 connections, with sidecars whose application sees the addresses of its clients (mode `tproxy`).
+    Tproxy,
+    /// Opaque TCP in the mode `tproxy`: a new connection and mutual TLS handshake for each message, 16 at a time.
+    TproxyNewMtls,
     /// HTTP/1 on 64 connections, with one worker per sidecar, limited to a quarter of a core.
     #[value(name = "workers-1")]
     #[serde(rename = "workers-1")]
@@ -101,33 +109,25 @@ impl Scenario {
             // - Hostile: clients without TLS connect to the server's sidecar.
             // - HttpC64Baseline: it is the baseline of Routed, Rewritten and Profiled.
             // - Routed, Rewritten, Profiled: their rules are resources of the mesh.
+            // - Tproxy, TproxyNewMtls: they are compared with the same load in the other mode.
             Self::Allocations
             | Self::SlowHeads
             | Self::Hostile
             | Self::HttpC64Baseline
             | Self::Routed
             | Self::Rewritten
-            | Self::Profiled => peer == Peer::Tulle,
+            | Self::Profiled
+            | Self::Tproxy
+            | Self::TproxyNewMtls => peer == Peer::Tulle,
             _ => true,
         }
     }
 
     pub(super) fn setup(self) -> Setup {
-        let default_setup = Setup {
-            traffic: Traffic::Http1,
-            path: SidecarPath::Both,
-            workers: 1,
-            throttle: None,
-            instrumentation: Instrumentation::None,
-            head_timeout: None,
-            rules: Rules::None,
-            tcp_app: TcpApp::Echo,
-            exclusive: false,
-        };
         let opaque = |tcp_app| Setup {
             traffic: Traffic::Opaque,
             tcp_app,
-            ..default_setup
+            ..Setup::DEFAULT
         };
         match self {
             Self::HttpC1
@@ -136,61 +136,71 @@ impl Scenario {
             | Self::Post1Kib
             | Self::Post32Kib
             | Self::NewHttp
-            | Self::HttpC64Baseline => default_setup,
+            | Self::HttpC64Baseline => Setup::DEFAULT,
             // After this row, HAProxy's connection between the sidecars can stop responding.
             Self::Post1Mib => Setup {
                 exclusive: true,
-                ..default_setup
+                ..Setup::DEFAULT
             },
             Self::Http2 | Self::Grpc | Self::GrpcStream => Setup {
                 traffic: Traffic::Http2,
-                ..default_setup
+                ..Setup::DEFAULT
             },
             Self::Bulk | Self::SmallOpaque | Self::NewMtls => opaque(TcpApp::Echo),
             Self::Pgbench | Self::PgbenchConnect => opaque(TcpApp::Postgres),
             Self::RedisC1 | Self::RedisC50 | Self::RedisPipelined => opaque(TcpApp::Redis),
+            Self::Kafka => opaque(TcpApp::Kafka),
+            Self::Nats => opaque(TcpApp::Nats),
             Self::Idle | Self::Hostile => Setup {
                 exclusive: true,
-                ..default_setup
+                ..Setup::DEFAULT
             },
             Self::IdleOpaque => Setup {
                 traffic: Traffic::Opaque,
                 exclusive: true,
-                ..default_setup
+                ..Setup::DEFAULT
             },
             Self::SlowHeads => Setup {
                 head_timeout: Some(HEAD_TIMEOUT),
                 exclusive: true,
-                ..default_setup
+                ..Setup::DEFAULT
             },
             Self::OutboundOnly => Setup {
                 path: SidecarPath::Outbound,
-                ..default_setup
+                ..Setup::DEFAULT
             },
             Self::InboundOnly => Setup {
                 path: SidecarPath::Inbound,
-                ..default_setup
+                ..Setup::DEFAULT
             },
             Self::Routed => Setup {
                 rules: Rules::Routes,
-                ..default_setup
+                ..Setup::DEFAULT
             },
             Self::Rewritten => Setup {
                 rules: Rules::Rewrite,
-                ..default_setup
+                ..Setup::DEFAULT
             },
             Self::Profiled => Setup {
                 rules: Rules::Profile,
-                ..default_setup
+                ..Setup::DEFAULT
+            },
+            Self::Tproxy => Setup {
+                inbound_mode: InboundMode::Tproxy,
+                ..Setup::DEFAULT
+            },
+            Self::TproxyNewMtls => Setup {
+                inbound_mode: InboundMode::Tproxy,
+                ..opaque(TcpApp::Echo)
             },
             Self::OneWorker | Self::TwoWorkers => Setup {
                 workers: if self == Self::OneWorker { 1 } else { 2 },
                 throttle: Some(25),
-                ..default_setup
+                ..Setup::DEFAULT
             },
             Self::Allocations => Setup {
                 instrumentation: Instrumentation::CountingAllocator,
-                ..default_setup
+                ..Setup::DEFAULT
             },
         }
     }

@@ -52,6 +52,23 @@ pub(super) enum SidecarPath {
     Inbound,
 }
 
+/// How inbound connections reach tulle's sidecars.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum InboundMode {
+    Redirect,
+    /// The application sees the addresses of its clients.
+    Tproxy,
+}
+
+impl InboundMode {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Redirect => "redirect",
+            Self::Tproxy => "tproxy",
+        }
+    }
+}
+
 /// The application at the opaque port.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum TcpApp {
@@ -59,6 +76,9 @@ pub(super) enum TcpApp {
     Echo,
     Postgres,
     Redis,
+    Kafka,
+    /// With JetStream.
+    Nats,
 }
 
 /// How the instructions or allocations of tulle are counted.
@@ -96,9 +116,26 @@ pub(super) struct Setup {
     pub(super) head_timeout: Option<Duration>,
     /// Rules in addition to the policy that permits the client.
     pub(super) rules: Rules,
+    pub(super) inbound_mode: InboundMode,
     pub(super) tcp_app: TcpApp,
     /// Whether the sidecars are started for this scenario only.
     pub(super) exclusive: bool,
+}
+
+impl Setup {
+    /// HTTP/1 through both sidecars, without rules.
+    pub(super) const DEFAULT: Self = Self {
+        traffic: Traffic::Http1,
+        path: SidecarPath::Both,
+        workers: 1,
+        throttle: None,
+        instrumentation: Instrumentation::None,
+        head_timeout: None,
+        rules: Rules::None,
+        inbound_mode: InboundMode::Redirect,
+        tcp_app: TcpApp::Echo,
+        exclusive: false,
+    };
 }
 
 /// The name of a value in JSON.

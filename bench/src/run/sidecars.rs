@@ -38,7 +38,7 @@ impl Sidecars {
                 .flatten()
                 .filter_map(throttle)
                 .collect::<anyhow::Result<_>>()?,
-            _redirect: testbed.redirect(setup.path)?,
+            _redirect: testbed.redirect(setup)?,
             client,
             server,
             _control: control,

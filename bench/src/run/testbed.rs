@@ -16,9 +16,7 @@ use tulle_core::names::port;
 use tulle_core::netns::{Namespace, VirtualNetwork};
 
 use super::process::Process;
-use super::setup::Side;
-use super::setup::SidecarPath;
-use super::setup::TcpApp;
+use super::setup::{InboundMode, Setup, Side, SidecarPath, TcpApp};
 use super::{certs, tools};
 
 /// The testbed without the sidecars. Dropping it removes everything.
@@ -96,10 +94,10 @@ impl Testbed {
         })
     }
 
-    /// Redirects traffic to the sidecars of `path` until the returned value is dropped.
-    pub(super) fn redirect(&self, path: SidecarPath) -> anyhow::Result<Redirect> {
+    /// Redirects traffic to the sidecars of a setup until the returned value is dropped.
+    pub(super) fn redirect(&self, setup: &Setup) -> anyhow::Result<Redirect> {
         let (client, server) = (self.client.clone(), self.server.clone());
-        let redirect = Redirect(match path {
+        let redirect = Redirect(match setup.path {
             SidecarPath::Both => vec![client, server],
             SidecarPath::Outbound => vec![client],
             SidecarPath::Inbound => vec![server],
@@ -108,7 +106,16 @@ impl Testbed {
         for namespace in &redirect.0 {
             run_init(
                 namespace,
-                &["-p", &inbound, "-o", &outbound, "-u", &PROXY_UID.to_string()],
+                &[
+                    "-p",
+                    &inbound,
+                    "-o",
+                    &outbound,
+                    "-u",
+                    &PROXY_UID.to_string(),
+                    "--inbound-mode",
+                    setup.inbound_mode.name(),
+                ],
             )?;
             namespace
                 .run(shorten_tracking_of_closed_connections)?
@@ -141,14 +148,32 @@ impl Testbed {
 /// Creates a command that runs a program as the proxy's user, whose traffic is not redirected. Entering the namespace needs root,
 /// so `setpriv` changes the user inside the namespace.
 pub(super) fn command_as_proxy_user(namespace: &Namespace, program: impl AsRef<OsStr>) -> Command {
-    let mut command = namespace.command("setpriv");
+    let mut command = setpriv(namespace);
+    command.arg(program);
     command
-        .args([
-            format!("--reuid={PROXY_UID}"),
-            format!("--regid={PROXY_UID}"),
-            "--clear-groups".into(),
-        ])
-        .arg(program);
+}
+
+/// Like [`command_as_proxy_user`], with the capability that the mode `tproxy` needs.
+pub(super) fn command_as_proxy_user_in_mode(
+    namespace: &Namespace,
+    mode: InboundMode,
+    program: impl AsRef<OsStr>,
+) -> Command {
+    let mut command = setpriv(namespace);
+    if mode == InboundMode::Tproxy {
+        command.args(["--inh-caps=+net_raw", "--ambient-caps=+net_raw"]);
+    }
+    command.arg(program);
+    command
+}
+
+fn setpriv(namespace: &Namespace) -> Command {
+    let mut command = namespace.command("setpriv");
+    command.args([
+        format!("--reuid={PROXY_UID}"),
+        format!("--regid={PROXY_UID}"),
+        "--clear-groups".into(),
+    ]);
     command
 }
 

@@ -159,7 +159,9 @@ impl Proxies<'_> {
         let (name, namespace) = (side.name(), testbed.namespace(side));
         let copy_program = |program| copy_executable(program, testbed.dir.path());
         let mut command = match setup.instrumentation {
-            Instrumentation::None => testbed::command_as_proxy_user(namespace, copy_program(program)?),
+            Instrumentation::None => {
+                testbed::command_as_proxy_user_in_mode(namespace, setup.inbound_mode, copy_program(program)?)
+            }
             Instrumentation::CountingAllocator => {
                 let mut command = testbed::command_as_proxy_user(namespace, copy_program(COUNTING_PROXY)?);
                 command.arg(ALLOCATION_COUNTER_ADDR);
@@ -204,6 +206,7 @@ impl Proxies<'_> {
         ] {
             command.env(format!("LINKERD2_PROXY_{variable}"), value);
         }
+        command.env("TULLE_PROXY_INBOUND_MODE", setup.inbound_mode.name());
         if let Some(timeout) = setup.head_timeout {
             for side in ["INBOUND", "OUTBOUND"] {
                 let variable = format!("TULLE_PROXY_{side}_HTTP_HEAD_TIMEOUT");

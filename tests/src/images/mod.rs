@@ -91,8 +91,10 @@ pub fn write(image: Image, binaries: &Path, archive: &Path) -> anyhow::Result<()
         }
         Image::Pause => {
             busybox(root)?;
+            // Ends at SIGTERM like Kubernetes' own image. As process 1, `sleep` alone would ignore it until its pod is killed.
+            let run = "trap 'exit 0' TERM; sleep infinity & wait";
             Settings {
-                entrypoint: ["/bin/sleep", "infinity"].map(str::to_owned).to_vec(),
+                entrypoint: ["/bin/sh", "-c", run].map(str::to_owned).to_vec(),
                 ..entrypoint("")
             }
         }

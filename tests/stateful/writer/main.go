@@ -34,6 +34,7 @@ var stores = map[string]func(addrs []string) (store, error){
 	"etcd":          newEtcd,
 	"zookeeper":     newZooKeeper,
 	"nats":          newNATS,
+	"cassandra":     newCassandra,
 }
 
 // report is the output.

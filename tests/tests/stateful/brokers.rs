@@ -108,7 +108,7 @@ const ETCD: Server = Server {
     start: "
 exec etcd --data-dir /data/etcd --listen-client-urls http://0.0.0.0:$PORT --advertise-client-urls http://$POD_NAME.etcd-pods:$PORT",
     readiness: Readiness::Http("/health", None),
-    version: "etcd --version | head -n 1",
+    version: "etcd --version | sed -n 1p",
     client: "export ETCDCTL_API=3 ETCDCTL_ENDPOINTS=http://$host:$port",
     query: script("etcdctl put a 42; etcdctl get --print-value-only a", "OK\n42"),
     small_query: Some(script("etcdctl get --print-value-only a", "42")),
@@ -135,7 +135,8 @@ const NATS: Server = Server {
     name: "nats",
     port: 4222,
     start: "
-echo 'max_payload: 16MB' > /tmp/nats.conf
+# The client of the silence answers no pings.
+printf '%s\\n' 'max_payload: 16MB' 'ping_interval: \"1h\"' > /tmp/nats.conf
 exec nats-server -c /tmp/nats.conf -p $PORT -m 8222 -js -sd /data",
     readiness: Readiness::Http("/healthz", Some(8222)),
     version: "nats-server --version",
@@ -172,7 +173,7 @@ const MOSQUITTO: Server = Server {
     start: "
 printf '%s\\n' \"listener $PORT 0.0.0.0\" 'allow_anonymous true' > /tmp/mosquitto.conf
 exec mosquitto -c /tmp/mosquitto.conf",
-    version: "mosquitto -h | head -n 1",
+    version: "{ mosquitto -h || true; } | sed -n 1p",
     client: "",
     query: script(
         "mosquitto_pub -h $host -p $port -q 1 -r -t a -m 42; mosquitto_sub -h $host -p $port -t a -C 1",
@@ -207,7 +208,7 @@ printf '%s\\n' 'include /etc/ldap/schema/core.schema' 'include /etc/ldap/schema/
   'sockbuf_max_incoming_auth 33554432' 'database mdb' 'maxsize 1073741824' 'suffix dc=test' 'rootdn cn=admin,dc=test' \\
   'rootpw secret' 'directory /data/ldap' > /tmp/slapd.conf
 exec slapd -d 0 -f /tmp/slapd.conf -h ldap://0.0.0.0:$PORT",
-    version: "slapd -VV 2>&1 | head -n 1 || true",
+    version: "{ slapd -VV 2>&1 || true; } | sed -n 1p",
     client: "at=(-x -H ldap://$host:$port -D cn=admin,dc=test -w secret)",
     query: script("ldapwhoami \"${at[@]}\"", "dn:cn=admin,dc=test"),
     large: Some(script(
@@ -254,7 +255,7 @@ const SMTP: Server = Server {
 printf '%s\\n' \"listen on 0.0.0.0 port $PORT\" 'action \"deliver\" maildir \"/data/mail\"' \\
   'match from any for any action \"deliver\"' > /tmp/smtpd.conf
 exec smtpd -d -f /tmp/smtpd.conf",
-    version: "smtpd -h 2>&1 | head -n 1",
+    version: "{ smtpd -h 2>&1 || true; } | sed -n 1p",
     client: "send() { curl -sS smtp://$host:$port --mail-from a@test --mail-rcpt guest@test --upload-file - && echo sent; }",
     query: script("echo 'Subject: test' | send", "sent"),
     large: Some(script(
@@ -278,7 +279,7 @@ printf '%s\\n' listen=YES listen_ipv6=NO listen_port=$PORT background=NO anonymo
   pasv_max_port=30100 idle_session_timeout=3600 > /run/vsftpd.conf
 # As process 1 it would crash when a child of another process ends.
 vsftpd /run/vsftpd.conf & wait",
-    version: "vsftpd -v 0>&1 2>&1 | head -n 1 || true",
+    version: "{ vsftpd -v 0>&1 2>&1 || true; } | sed -n 1p",
     query: script("curl -sS ftp://$host:$port/a", "42"),
     large: Some(script(
         "head -c 10485760 /dev/zero | curl -sS --upload-file - ftp://$host:$port/up/$RANDOM-big

@@ -2,10 +2,12 @@
 
 use tulle_tests::images::Image;
 
-use super::server::{InboundMode, Readiness, Server, Writer, script};
+use super::cassandra;
+use super::server::{Disturbance, InboundMode, Readiness, Server, Writer, script};
 
-pub(super) const ALL: [Server; 8] = [
+pub(super) const ALL: [Server; 10] = [
     POSTGRES,
+    MARIADB,
     SENTINEL,
     REDIS_CLUSTER,
     RABBITMQ,
@@ -13,7 +15,10 @@ pub(super) const ALL: [Server; 8] = [
     ETCD,
     ZOOKEEPER,
     NATS,
+    cassandra::RING,
 ];
+/// Those whose only scenes are disturbances.
+pub(super) const DISTURBED_ONLY: [Server; 1] = [KAFKA_WITHOUT_PROBES];
 
 const THREE: Server = Server {
     members: 3,
@@ -78,6 +83,55 @@ at 1 -c 'set synchronous_commit = local' -c 'insert into t values (43)' -c 'sele
     ..THREE
 };
 
+/// A primary that waits until one of two replicas has a transaction.
+const MARIADB: Server = Server {
+    name: "mariadb3",
+    port: 3306,
+    start: r#"
+primary=mariadb3-0.mariadb3-pods
+if [[ ! -d /data/db/mysql ]]; then
+  mariadb-install-db --no-defaults --datadir=/data/db --auth-root-authentication-method=normal --skip-test-db >&2
+fi
+printf '%s\n' 'set sql_log_bin = 0;' "create user if not exists app@'%' identified by 'secret';" \
+  "grant all on *.* to app@'%';" 'create database if not exists app;' > /tmp/init.sql
+if [[ $POD_NAME != mariadb3-0 ]]; then
+  printf '%s\n' "change master to master_host='$primary', master_port=$PORT, master_user='app', master_password='secret', \
+master_connect_retry=1, master_use_gtid=slave_pos;" 'start slave;' >> /tmp/init.sql
+fi
+exec mariadbd --no-defaults --datadir=/data/db --port=$PORT --socket=/tmp/mariadb.sock --bind-address=0.0.0.0 \
+  --skip-name-resolve --server-id=$((${POD_NAME##*-} + 1)) --log-bin=/data/db/binlog --rpl-semi-sync-master-enabled=ON \
+  --rpl-semi-sync-slave-enabled=ON --init-file=/tmp/init.sql"#,
+    readiness: Readiness::Script("mariadb --no-defaults -h127.0.0.1 -P$PORT -uapp -psecret -e 'select 1'"),
+    version: "mariadbd --version",
+    client: "
+at() { mariadb --no-defaults -hmariadb3-$1.mariadb3-pods -P$port -uapp -psecret -Ns -e \"$2\" app; }",
+    formation_check: script(
+        "at 0 \"show status like 'rpl_semi_sync_master_clients'\" | cut -f 2",
+        "2",
+    ),
+    own_scenes: &[
+        (
+            "a write is read at the replicas",
+            script(
+                "at 0 'create table t as select 42 as a'
+for i in 1 2; do until at $i 'select a from t' 2> /tmp/error; do sleep 0.1; done; done",
+                "42\n42",
+            ),
+        ),
+        (
+            "a replica becomes the primary",
+            script(
+                "at 1 'stop slave; reset slave all'
+at 2 \"stop slave; change master to master_host='mariadb3-1.mariadb3-pods'; start slave\"
+at 1 'insert into t values (43)'
+until at 2 'select a from t where a = 43' | grep 43; do sleep 0.1; done",
+                "43",
+            ),
+        ),
+    ],
+    ..THREE
+};
+
 /// Members announce the names of their pods, as the usual charts let them do.
 const SENTINEL: Server = Server {
     name: "sentinel",
@@ -97,7 +151,7 @@ exec redis-server /data/redis.conf",
     version: "redis-server --version",
     client: "
 ask() { redis-cli -h sentinel-$1.sentinel-pods -p 26379 sentinel \"${@:2}\"; }
-master() { ask $1 get-master-addr-by-name main | head -n 1; }",
+master() { ask $1 get-master-addr-by-name main | sed -n 1p; }",
     formation_check: script(
         "for i in 0 1 2; do
   ask $i master main | tr '\\n' ' ' | grep -oE '(num-slaves|num-other-sentinels|flags) [^ ]*'
@@ -147,7 +201,7 @@ const REDIS_CLUSTER: Server = Server {
 at() { redis-cli -c -h redis-cluster-$1.redis-cluster-pods -p $port \"${@:2}\"; }
 nodes() { for i in 0 1 2 3 4 5; do echo $(getent hosts redis-cluster-$i.redis-cluster-pods | cut -d ' ' -f 1):$port; done; }",
     formation_check: script(
-        "at 0 cluster info | grep -q cluster_known_nodes:6 || redis-cli --cluster create $(nodes) --cluster-replicas 1 --cluster-yes >&2
+        "at 0 cluster info | grep cluster_known_nodes:6 > /tmp/known || redis-cli --cluster create $(nodes) --cluster-replicas 1 --cluster-yes >&2
 for i in 0 1 2 3 4 5; do at $i cluster info | tr -d '\\r' | grep -E 'cluster_state|cluster_known_nodes'; done | sort | uniq -c | tr -s ' '",
         "6 cluster_known_nodes:6\n 6 cluster_state:ok",
     ),
@@ -211,9 +265,10 @@ const KAFKA: Server = Server {
     name: "kafka3",
     port: 9092,
     start: "
-voters=$(for i in 0 1 2; do printf ',%s@kafka3-%s.kafka3-pods:9093' $((i + 1)) $i; done)
+cluster=${POD_NAME%-*}
+voters=$(for i in 0 1 2; do printf \",%s@$cluster-%s.$cluster-pods:9093\" $((i + 1)) $i; done)
 printf '%s\\n' process.roles=broker,controller node.id=$((${POD_NAME##*-} + 1)) controller.quorum.voters=${voters#,} \\
-  listeners=PLAINTEXT://:$PORT,CONTROLLER://:9093 advertised.listeners=PLAINTEXT://$POD_NAME.kafka3-pods:$PORT \\
+  listeners=PLAINTEXT://:$PORT,CONTROLLER://:9093 advertised.listeners=PLAINTEXT://$POD_NAME.$cluster-pods:$PORT \\
   controller.listener.names=CONTROLLER log.dirs=/data/kafka default.replication.factor=3 min.insync.replicas=2 \\
   group.initial.rebalance.delay.ms=0 > /tmp/kafka.properties
 run() { java -Xmx512m -Dlog4j.configuration=file:/etc/log4j.properties -cp '/usr/share/brokers/*' \"$@\"; }
@@ -223,7 +278,7 @@ exec java -Xmx512m -Dlog4j.configuration=file:/etc/log4j.properties -cp '/usr/sh
     client: "
 run() {
   java -Xmx256m -Dlog4j.configuration=file:/etc/log4j.properties -cp '/usr/share/brokers/*' org.apache.kafka.tools.\"$1\" \\
-    --bootstrap-server kafka3-$2.kafka3-pods:$port \"${@:3}\"
+    --bootstrap-server $host-$2.$host-pods:$port \"${@:3}\"
 }",
     formation_check: script(
         "run MetadataQuorumCommand 0 describe --replication | grep -cE 'Leader|Follower'",
@@ -234,20 +289,28 @@ run() {
         port: 9092,
         leader: "
 leader=$(run TopicCommand 0 --describe --topic $name | grep -o 'Leader: [0-9]*')
-echo kafka3-$((${leader#* } - 1))",
+echo $host-$((${leader#* } - 1))",
     }),
     own_scenes: &[(
         "a message with three replicas",
         script(
             "run TopicCommand 0 --create --topic a --partitions 1 --replication-factor 3 >&2
 java -Xmx256m -Dlog4j.configuration=file:/etc/log4j.properties -cp '/usr/share/brokers/*' kafka.tools.ConsoleProducer \\
-  --bootstrap-server kafka3-0.kafka3-pods:$port --producer-property acks=all --topic a <<< 42
+  --bootstrap-server $host-0.$host-pods:$port --producer-property acks=all --topic a <<< 42
 run consumer.ConsoleConsumer 2 --from-beginning --max-messages 1 --topic a
 run TopicCommand 2 --describe --topic a | sed -n 's/.*Isr: \\([0-9,]*\\).*/\\1/p' | tr ',' '\\n' | sort | tr '\\n' ' '",
             "42\n1 2 3",
         ),
     )],
     ..THREE_BROKERS
+};
+
+/// A member is restarted as soon as the member before it runs, not when it has joined again.
+const KAFKA_WITHOUT_PROBES: Server = Server {
+    name: "kafka3-unprobed",
+    readiness: Readiness::None,
+    disturbances: &[Disturbance::Rollout],
+    ..KAFKA
 };
 
 const ETCD: Server = Server {
@@ -259,7 +322,7 @@ members=$(for i in 0 1 2; do printf ',etcd3-%s=http://etcd3-%s.etcd3-pods:2380' 
 exec etcd --name $POD_NAME --data-dir /data/etcd --listen-peer-urls http://0.0.0.0:2380 --initial-advertise-peer-urls $url:2380 \\
   --listen-client-urls http://0.0.0.0:$PORT --advertise-client-urls $url:$PORT --initial-cluster ${members#,}",
     readiness: Readiness::Http("/health", None),
-    version: "etcd --version | head -n 1",
+    version: "etcd --version | sed -n 1p",
     client: "
 export ETCDCTL_API=3
 at() { etcdctl --endpoints http://etcd3-$1.etcd3-pods:$port \"${@:2}\"; }",
@@ -333,7 +396,7 @@ at() { nats --server nats://nats3-$1.nats3-pods:$port \"${@:2}\"; }",
     writer: Some(Writer {
         kind: "nats",
         port: 4222,
-        leader: r#"at 0 stream info $name -j | grep -o '"leader": "[^"]*' | head -n 1 | cut -d '"' -f 4"#,
+        leader: r#"at 0 stream info $name -j | grep -o '"leader": "[^"]*' | sed -n 1p | cut -d '"' -f 4"#,
     }),
     own_scenes: &[(
         "a value with three replicas",

@@ -18,20 +18,8 @@ use tulle_tests::meshed::find_process;
 
 use super::manifest::{self, Deployed, NAMESPACE, OUTSIDE};
 use super::scenes::preamble;
-use super::server::{Server, Writer};
+use super::server::{Disturbance, Server, Writer};
 use super::suite::{Client, Suite};
-
-#[derive(Clone, Copy, Debug)]
-enum Disturbance {
-    ControlPlaneGone,
-    /// The sidecar of the leader is killed. Outside of the mesh nothing happens.
-    SidecarKilled,
-    Rollout,
-    LeaderKilled,
-    /// The leader's pod is deleted at once, so that nobody has its address.
-    PodDeleted,
-    NodeDrained,
-}
 
 /// What the program `writer` prints at its end.
 #[derive(Deserialize)]
@@ -62,15 +50,14 @@ impl Suite {
             storage: Some(self.meshed.file("storage").join(namespace).join(server.name)),
             ..Deployed::new(server, namespace)
         });
-        let begun = Instant::now();
-        let mut result = self.disturb_copies(&copies, writer).await;
-        for copy in &copies {
-            result = result.and(self.delete(copy).await);
-        }
-        if let Err(error) = result {
-            let row = (server.name, "");
-            self.results.add(row, "disturbances", begun.elapsed(), Err(error));
-        }
+        let disturbed = async {
+            let mut result = self.disturb_copies(&copies, writer).await;
+            for copy in &copies {
+                result = result.and(self.delete(copy).await);
+            }
+            result
+        };
+        self.report_error(&copies[0], disturbed).await;
     }
 
     async fn disturb_copies(&self, copies: &Copies<'_>, writer: Writer) -> anyhow::Result<()> {
@@ -84,7 +71,13 @@ impl Suite {
         let times: NonZeroU32 = times
             .parse()
             .with_context(|| format!("TULLE_STATEFUL_TIMES is {times:?}; expected a number from 1"))?;
-        for disturbance in Disturbance::ALL {
+        let selected = copies[0]
+            .server
+            .disturbances
+            .iter()
+            .copied()
+            .filter(|disturbance| is_selected(*disturbance));
+        for disturbance in selected {
             let begun = Instant::now();
             let mut reports = Vec::new();
             for time in 0..times.get() {
@@ -236,26 +229,20 @@ impl RunningWriter {
     }
 }
 
-impl Disturbance {
-    const ALL: [Self; 6] = [
-        Self::ControlPlaneGone,
-        Self::SidecarKilled,
-        Self::Rollout,
-        Self::LeaderKilled,
-        Self::PodDeleted,
-        Self::NodeDrained,
-    ];
-
-    fn scene(self) -> &'static str {
-        match self {
-            Self::ControlPlaneGone => "control plane gone for 15 s",
-            Self::SidecarKilled => "sidecar of the leader killed",
-            Self::Rollout => "rolling restart",
-            Self::LeaderKilled => "leader killed",
-            Self::PodDeleted => "leader's pod deleted by force",
-            Self::NodeDrained => "node drained",
-        }
+/// # Panics
+/// Panics if `TULLE_STATEFUL_DISTURBANCES` has a name that no disturbance has.
+fn is_selected(disturbance: Disturbance) -> bool {
+    let Ok(selected) = env::var("TULLE_STATEFUL_DISTURBANCES") else {
+        return true;
+    };
+    let names = Disturbance::ALL.map(|disturbance| format!("{disturbance:?}"));
+    for name in selected.split(',') {
+        assert!(
+            names.iter().any(|known| known == name),
+            "TULLE_STATEFUL_DISTURBANCES has {name:?}; expected some of {names:?}"
+        );
     }
+    selected.split(',').any(|name| name == format!("{disturbance:?}"))
 }
 
 /// Creates the directories of all pods. Servers do not run as root.

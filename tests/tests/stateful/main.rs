@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod brokers;
+mod cassandra;
 mod clusters;
 mod databases;
 mod disturbances;
@@ -32,6 +33,7 @@ async fn databases_and_brokers_work_with_sidecars_and_no_settings() {
         images.push(Image::Brokers);
         servers.extend(databases::LONG);
         servers.extend(brokers::ALL);
+        servers.push(cassandra::CASSANDRA);
         clusters.extend(clusters::ALL);
     }
     servers.retain(is_selected);
@@ -47,7 +49,8 @@ async fn clusters_lose_no_acknowledged_write() {
     let suite = Suite::start(2, &[Image::Databases, Image::Brokers], true)
         .await
         .unwrap();
-    for server in clusters::ALL.iter().filter(|server| is_selected(server)) {
+    let servers = clusters::ALL.iter().chain(&clusters::DISTURBED_ONLY);
+    for server in servers.filter(|server| is_selected(server)) {
         if let Some(writer) = server.writer {
             suite.disturb_cluster(server, writer).await;
         }
@@ -61,7 +64,15 @@ fn is_selected(server: &Server) -> bool {
     let Ok(selected) = env::var("TULLE_STATEFUL_SERVERS") else {
         return true;
     };
-    let all = [&databases::SHORT[..], &databases::LONG, &brokers::ALL, &clusters::ALL].concat();
+    let all = [
+        &databases::SHORT[..],
+        &databases::LONG,
+        &brokers::ALL,
+        &[cassandra::CASSANDRA],
+        &clusters::ALL,
+        &clusters::DISTURBED_ONLY,
+    ]
+    .concat();
     let names: Vec<&str> = all.iter().map(|server| server.name).collect();
     for name in selected.split(',') {
         assert!(

@@ -181,11 +181,13 @@ impl<'a> Deployed<'a> {
         })
     }
 
+    /// `null` without a probe.
     fn readiness(&self) -> Value {
         let mut probe = match self.server.readiness {
             Readiness::Tcp => json!({"tcpSocket": {"port": self.port}}),
             Readiness::Http(path, port) => json!({"httpGet": {"path": path, "port": port.unwrap_or(self.port)}}),
             Readiness::Script(run) => json!({"exec": {"command": ["bash", "-c", run]}}),
+            Readiness::None => return Value::Null,
         };
         probe["periodSeconds"] = json!(2);
         probe["timeoutSeconds"] = json!(5);

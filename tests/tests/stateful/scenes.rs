@@ -10,6 +10,7 @@ use super::suite::{Client, Suite};
 impl Suite {
     /// Runs all scenes of a server but that of a long silence. On another port than the usual one, only the first two.
     pub(super) async fn run_scenes(&self, deployed: &Deployed<'_>) -> anyhow::Result<()> {
+        self.wait_for_server(deployed).await?;
         let server = deployed.server;
         let version = self.version_of(deployed).await?;
         let pod = format!("{}-0", deployed.name);
@@ -52,6 +53,7 @@ impl Suite {
 
     /// Waits until the members of a cluster know each other, and runs its scenes.
     pub(super) async fn run_cluster_scenes(&self, deployed: &Deployed<'_>) -> anyhow::Result<()> {
+        self.wait_for_server(deployed).await?;
         let (server, preamble) = (deployed.server, preamble(deployed, &deployed.name));
         let version = self.version_of(deployed).await?;
         let run_scene = async |script: Script| self.check(Client::of(deployed), &preamble, script).await;
@@ -119,7 +121,9 @@ impl Suite {
         let refusal = log
             .lines()
             .find(|line| line.contains("refused") && line.contains(&target));
-        refusal.with_context(|| format!("the sidecar's log has no refusal for {target}: {log}"))?;
+        refusal.with_context(|| {
+            format!("the client shows {shown:?}; the sidecar's log has no refusal for {target}: {log}")
+        })?;
         let is_message = |line: &&str| !line.starts_with("command terminated") && !line.starts_with('\t');
         let last = shown.lines().rfind(is_message);
         Ok(format!("refused: {}", last.unwrap_or_default()))

@@ -37,6 +37,8 @@ pub(super) struct Server {
     /// Its output shows that all members know each other.
     pub(super) formation_check: Script,
     pub(super) writer: Option<Writer>,
+    /// What happens to a cluster while the writer writes to it.
+    pub(super) disturbances: &'static [Disturbance],
 }
 
 /// How the program `writer` writes to a cluster while its members are disturbed.
@@ -47,6 +49,40 @@ pub(super) struct Writer {
     pub(super) port: u16,
     /// A script that prints the pod whose loss stops writes. What is written has the name `$name`.
     pub(super) leader: &'static str,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Disturbance {
+    ControlPlaneGone,
+    /// The sidecar of the leader is killed. Outside of the mesh nothing happens.
+    SidecarKilled,
+    Rollout,
+    LeaderKilled,
+    /// The leader's pod is deleted at once, so that nobody has its address.
+    PodDeleted,
+    NodeDrained,
+}
+
+impl Disturbance {
+    pub(super) const ALL: [Self; 6] = [
+        Self::ControlPlaneGone,
+        Self::SidecarKilled,
+        Self::Rollout,
+        Self::LeaderKilled,
+        Self::PodDeleted,
+        Self::NodeDrained,
+    ];
+
+    pub(super) fn scene(self) -> &'static str {
+        match self {
+            Self::ControlPlaneGone => "control plane gone for 15 s",
+            Self::SidecarKilled => "sidecar of the leader killed",
+            Self::Rollout => "rolling restart",
+            Self::LeaderKilled => "leader killed",
+            Self::PodDeleted => "leader's pod deleted by force",
+            Self::NodeDrained => "node drained",
+        }
+    }
 }
 
 /// How the sidecar of a server hands connections to it.
@@ -66,6 +102,8 @@ pub(super) enum Readiness {
     /// Gets a path from a port, or from that of the server.
     Http(&'static str, Option<u16>),
     Script(&'static str),
+    /// No probe: the pod counts as ready as soon as its containers run.
+    None,
 }
 
 /// A script and its expected standard output.
@@ -101,6 +139,7 @@ impl Server {
         inbound_mode: InboundMode::Redirect,
         formation_check: script("", ""),
         writer: None,
+        disturbances: &Disturbance::ALL,
     };
 }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use futures_util::future::try_join_all;
+use futures_util::future::join_all;
 use tokio::time::Instant;
 use tulle_tests::cluster::ClusterOptions;
 use tulle_tests::commands;
@@ -65,47 +65,47 @@ impl Suite {
         for server in &deployed {
             self.meshed.apply(&server.manifest().to_string()).await?;
         }
-        let others = async {
-            self.run_scenes_in_turn(&deployed).await?;
-            self.run_clusters(clusters).await
+        let idle_scenes = async {
+            if self.is_full {
+                let scenes = deployed.iter().map(|server| async {
+                    self.report_error(server, self.run_idle_scene(server)).await;
+                });
+                join_all(scenes).await;
+            }
         };
-        let (idle, others) = tokio::join!(self.run_idle_scenes(&deployed), others);
-        idle.and(others)
+        let other_scenes = async {
+            for server in &deployed {
+                self.report_error(server, self.run_scenes(server)).await;
+            }
+            // One after another, so that only one needs memory.
+            for server in clusters {
+                let cluster = Deployed::new(server, NAMESPACE);
+                self.report_error(&cluster, self.run_cluster(&cluster)).await;
+            }
+        };
+        tokio::join!(idle_scenes, other_scenes);
+        Ok(())
     }
 
-    /// Runs clusters one after another, so that only one needs memory.
-    async fn run_clusters(&self, clusters: &[Server]) -> anyhow::Result<()> {
-        for server in clusters {
-            let cluster = Deployed::new(server, NAMESPACE);
-            self.meshed.apply(&cluster.manifest().to_string()).await?;
-            self.wait_for_server(&cluster).await?;
-            self.run_cluster_scenes(&cluster).await?;
-            self.delete(&cluster).await?;
+    async fn run_cluster(&self, cluster: &Deployed<'_>) -> anyhow::Result<()> {
+        self.meshed.apply(&cluster.manifest().to_string()).await?;
+        let run = self.run_cluster_scenes(cluster).await;
+        run.and(self.delete(cluster).await)
+    }
+
+    /// A server whose scenes could not be run does not end those of the others.
+    pub(super) async fn report_error(&self, server: &Deployed<'_>, scenes: impl Future<Output = anyhow::Result<()>>) {
+        let begun = Instant::now();
+        if let Err(error) = scenes.await {
+            self.results
+                .add((&server.name, ""), "its scenes", begun.elapsed(), Err(error));
         }
-        Ok(())
     }
 
     pub(super) async fn delete(&self, server: &Deployed<'_>) -> anyhow::Result<()> {
         let (name, namespace) = (&server.name, server.namespace);
         let line = format!("delete statefulset,service,pdb -n {namespace} {name} {name}-pods --ignore-not-found");
         self.meshed.kubectl(&line).await.map(drop)
-    }
-
-    /// Runs the scenes of a long silence, of all servers at the same time.
-    async fn run_idle_scenes(&self, deployed: &[Deployed<'_>]) -> anyhow::Result<()> {
-        if self.is_full {
-            let scenes = deployed.iter().map(|server| self.run_idle_scene(server));
-            try_join_all(scenes).await?;
-        }
-        Ok(())
-    }
-
-    async fn run_scenes_in_turn(&self, deployed: &[Deployed<'_>]) -> anyhow::Result<()> {
-        for server in deployed {
-            self.wait_for_server(server).await?;
-            self.run_scenes(server).await?;
-        }
-        Ok(())
     }
 
     /// Waits until all pods of a server are ready and up to date.

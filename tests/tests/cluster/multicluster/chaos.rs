@@ -25,6 +25,9 @@ const FEDERATED: &str = "http://web-federated:80/echo --rate=500 --body-size=200
 /// peak latency was 200 ms, and within 40 ms without other load.
 const MAX_FAILED_REQUESTS_AT_CUT: [u64; 2] = [100, 25];
 
+/// Three failed probes, one each 3 s, and the time until the gateway's pods have ended.
+const MAX_UNREPORTED: Duration = Duration::from_secs(12);
+
 pub(super) async fn no_request_is_lost(linked: &LinkedClusters) {
     let full = env::var_os("TULLE_TEST_FULL").is_some();
     linked
@@ -151,7 +154,9 @@ async fn an_absent_gateway_is_reported(linked: &LinkedClusters) {
         .wait_until("the gateway is not alive", is_dead)
         .await
         .unwrap();
-    eprintln!("gateway scaled to 0: reported after {:.1?}", begun.elapsed());
+    let took = begun.elapsed();
+    eprintln!("gateway scaled to 0: reported after {took:.1?}");
+    assert!(took <= MAX_UNREPORTED, "reported after {took:.1?}");
     let ready = "get endpoints -n shop web-east -o jsonpath={.subsets[*].addresses}";
     let is_unready = async || {
         let addresses = west.kubectl(ready).await?;
