@@ -1,6 +1,7 @@
 //! The service mirror between two API servers, with the permissions of the chart.
 
 mod commands;
+mod leadership;
 mod linkerd_link;
 mod recorded;
 mod remote_endpoints;
@@ -65,12 +66,16 @@ impl Mirror {
     }
 
     fn metric(&self, series: &str) -> Option<f64> {
-        let page = self.registry.render();
-        let value = page
-            .lines()
-            .find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
-        value.map(|value| value.parse().unwrap())
+        metric_value(&self.registry.render(), series)
     }
+}
+
+/// The value of a series on a metrics page.
+fn metric_value(page: &str, series: &str) -> Option<f64> {
+    let value = page
+        .lines()
+        .find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+    value.map(|value| value.parse().unwrap())
 }
 
 fn mirror_config(scope: Scope) -> Config {

@@ -2,8 +2,9 @@
 //!
 //! [`new_candidate`] returns a task that competes for one lease, and a [`Leadership`] that reports whether the task holds the
 //! lease. Writers run only while they are the leader, and are cancelled when they lose the lease. A leader that cannot reach the
-//! API server stops 10 seconds after it sent its last successful renewal (20 seconds with [`LeaseTiming::SPARSE`]). Another
-//! candidate acquires the lease 27 to 30 seconds after the last renewal.
+//! API server stops 10 seconds after it sent its last successful renewal (20 seconds with [`LeaseTiming::SPARSE`]). A leader whose
+//! process was paused for longer stops when its task runs again, before the task sends a request. Another candidate acquires the
+//! lease 27 to 30 seconds after the last renewal.
 //!
 //! RBAC: `get`, `create` and `update` on `leases` in the namespace of the lease, and `get` on `deployments` there if an
 //! owner is configured.
@@ -147,6 +148,9 @@ impl Candidate {
             let attempt = if self.election.is_leading(tried_at) {
                 self.renew().await
             } else {
+                // If this process was paused, leadership may have ended without a change of the role. Writers stop before the
+                // response.
+                self.update_role();
                 self.acquire().await
             };
             if let Err(err) = attempt {
@@ -334,7 +338,7 @@ impl Candidate {
                 .lease
                 .as_ref()
                 .and_then(|lease| lease.spec.as_ref()?.holder_identity.as_deref());
-            debug!(lease = self.config.name, holder, "following");
+            debug!(lease = self.config.name, holder, "this process does not hold the lease");
         }
     }
 }

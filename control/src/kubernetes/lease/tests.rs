@@ -9,7 +9,7 @@ use kube::client::Body;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
-use tokio::time::sleep;
+use tokio::time::{advance, sleep};
 use tulle_core::drain;
 
 use super::*;
@@ -208,6 +208,21 @@ async fn a_leader_without_its_api_server_stops_before_another_starts() {
     assert!(second.leadership.is_leader());
     first.task.abort();
     second.task.abort();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_leader_that_was_paused_stops_before_it_gets_a_response() {
+    let server = Shared::default();
+    let mut first = start(&server, "a", LeaseTiming::FREQUENT);
+    wait_until_leader(&mut first).await;
+    server.lock().cut_off = Some("a");
+    let paused_at = Instant::now();
+    // As after SIGSTOP and SIGCONT: all timers are late, and no request was sent in between.
+    advance(Duration::from_secs(40)).await;
+    assert_eq!(first.leadership.changed().await, Role::Follower);
+    let stopped = paused_at.elapsed();
+    assert!(stopped < Duration::from_secs(41), "{stopped:?}");
+    first.task.abort();
 }
 
 #[tokio::test(start_paused = true)]
