@@ -68,7 +68,7 @@ pub(super) fn existence() -> Category {
     Category {
         name: "linkerd-existence",
         checks: vec![
-            Check::new("'linkerd-config' config map exists", |s| s.values().map(drop)),
+            Check::new("'linkerd-config' config map exists", |s| s.values().map(drop)).fatal(),
             Check::new("control plane Deployments exist", |s| {
                 check_objects_exist(s, "Deployment", &s.deployments, &DEPLOYMENTS.map(str::to_owned))
             }),

@@ -110,7 +110,7 @@ fn replace_pods(pods: &mut ListResult<Pod>, namespace: &str, listed: ListResult<
 async fn fetch_permissions_certificates_and_audit(cluster: &Cluster, snapshot: &mut Snapshot) {
     match snapshot.scope.mode {
         Mode::Pre => snapshot.permissions = check_permissions(cluster).await,
-        Mode::Crds => {}
+        Mode::Crds | Mode::ControlPlane => {}
         Mode::Installed => snapshot.webhook_certificates = webhook_certificates(cluster, snapshot).await,
         Mode::Proxy => {
             snapshot.webhook_certificates = webhook_certificates(cluster, snapshot).await;

@@ -19,11 +19,12 @@ mod trust;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::ensure;
 use clap::ValueEnum;
 use tokio::time::{Instant, sleep};
 use tulle_core::duration;
 
-use self::category::{Category, FailureMode, RetryPolicy};
+use self::category::{Category, OnFailure, RetryMode};
 use self::report::{CategoryReport, CheckReport};
 use self::scope::{Mode, Scope};
 use self::snapshot::Snapshot;
@@ -58,7 +59,7 @@ pub(crate) struct Args {
     #[arg(long)]
     linkerd_cni_enabled: bool,
     /// The namespace of the CNI plugin
-    #[arg(long, value_name = "NAMESPACE", default_value = "linkerd-cni")]
+    #[arg(long, value_name = "NAMESPACE", default_value = DEFAULT_CNI_NAMESPACE)]
     cni_namespace: String,
 }
 
@@ -121,26 +122,12 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
     let deadline = Instant::now() + args.wait;
     let mut snapshot = Box::pin(gather::take_snapshot(cluster, scope)).await;
     let mut reports = Vec::new();
-    let mut last_message = None;
     for category in categories(&snapshot) {
         let CategoryRun {
             report,
             has_fatal_failure,
             ..
-        } = loop {
-            let run = run_category(&category, &snapshot);
-            let Some(description) = run.first_retryable_failure.filter(|_| Instant::now() < deadline) else {
-                break run;
-            };
-            if last_message.replace(description) != Some(description) {
-                eprintln!("waiting for: {description}");
-            }
-            sleep(REFRESH_INTERVAL).await;
-            match cluster {
-                Ok(cluster) => Box::pin(gather::refresh(cluster, &mut snapshot)).await,
-                Err(_) => break run,
-            }
-        };
+        } = run_with_retries(&category, cluster, &mut snapshot, deadline).await;
         let text = match args.output {
             Output::Table => report.table(),
             Output::Short => report.short(),
@@ -153,6 +140,58 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
         }
     }
     Ok(reports)
+}
+
+/// Waits until the checks of the API server and of the control plane's objects and pods succeed.
+///
+/// # Errors
+/// Fails with each failed check and its fix: after `wait` if one of them can succeed later, otherwise at once.
+pub(crate) async fn wait_for_control_plane(cluster: &Cluster, wait: Duration) -> anyhow::Result<()> {
+    let deadline = Instant::now() + wait;
+    let scope = Scope {
+        mode: Mode::ControlPlane,
+        control_plane_namespace: cluster.control_plane_namespace.clone(),
+        namespace: None,
+        expected_version: None,
+        cni_namespace: DEFAULT_CNI_NAMESPACE.to_owned(),
+        check_cni: false,
+    };
+    let mut snapshot = Box::pin(gather::take_snapshot(Ok(cluster), &scope)).await;
+    for category in categories(&snapshot) {
+        let run = run_with_retries(&category, Ok(cluster), &mut snapshot, deadline).await;
+        let failures = run.report.failures();
+        ensure!(
+            failures.is_empty(),
+            "checks of the control plane in namespace {} failed:\n{}",
+            cluster.control_plane_namespace,
+            failures.trim_end()
+        );
+    }
+    Ok(())
+}
+
+/// Runs the checks of a category, and repeats them until those that can succeed later succeed, or until the deadline.
+async fn run_with_retries(
+    category: &Category,
+    cluster: Result<&Cluster, &str>,
+    snapshot: &mut Snapshot,
+    deadline: Instant,
+) -> CategoryRun {
+    let mut last_message = None;
+    loop {
+        let run = run_category(category, snapshot);
+        let Some(description) = run.first_retryable_failure.filter(|_| Instant::now() < deadline) else {
+            return run;
+        };
+        if last_message.replace(description) != Some(description) {
+            eprintln!("waiting for: {description}");
+        }
+        sleep(REFRESH_INTERVAL).await;
+        match cluster {
+            Ok(cluster) => Box::pin(gather::refresh(cluster, snapshot)).await,
+            Err(_) => return run,
+        }
+    }
 }
 
 /// The results of one run of a category.
@@ -175,10 +214,10 @@ fn run_category(category: &Category, snapshot: &Snapshot) -> CategoryRun {
             .as_ref()
             .is_err_and(|problem| problem.severity == problem::Severity::Error);
         checks.push(CheckReport::new(check.description, result));
-        if failed && check.retry == RetryPolicy::UntilTimeout {
+        if failed && check.retry == RetryMode::UntilTimeout {
             first_retryable_failure.get_or_insert(check.description);
         }
-        if failed && check.on_failure == FailureMode::Abort {
+        if failed && check.on_failure == OnFailure::Abort {
             has_fatal_failure = true;
             break;
         }
@@ -200,6 +239,7 @@ fn categories(snapshot: &Snapshot) -> Vec<Category> {
     match snapshot.scope.mode {
         Mode::Pre => categories.push(platform::pre_kubernetes_setup()),
         Mode::Crds => categories.extend([platform::gateway_api(), control_plane::crds()]),
+        Mode::ControlPlane => categories.push(control_plane::existence()),
         Mode::Installed | Mode::Proxy => {
             categories.extend([
                 platform::gateway_api(),
@@ -226,6 +266,7 @@ fn categories(snapshot: &Snapshot) -> Vec<Category> {
     categories
 }
 
+const DEFAULT_CNI_NAMESPACE: &str = "linkerd-cni";
 const REFRESH_INTERVAL: Duration = Duration::from_secs(1);
 
 const EXAMPLES: &str = "\

@@ -84,6 +84,12 @@ impl CategoryReport {
         self.text(|check| check.result != Outcome::Success)
     }
 
+    /// The failed checks, each with its problem and its fix. Empty if no check failed.
+    pub(crate) fn failures(&self) -> String {
+        let failed = self.checks.iter().filter(|check| check.result == Outcome::Error);
+        failed.map(CheckReport::text).collect()
+    }
+
     fn text(&self, shown: impl Fn(&CheckReport) -> bool) -> String {
         let mut text = format!("{}\n{}\n", self.name, "-".repeat(self.name.len()));
         for check in self.checks.iter().filter(|check| shown(check)) {
@@ -175,6 +181,13 @@ linkerd-crd
     fn a_short_report_omits_passed_checks() {
         let text: String = report().iter().map(CategoryReport::short).collect();
         assert!(text.starts_with("linkerd-crd\n") && !text.contains("√"), "{text}");
+    }
+
+    #[test]
+    fn failures_omit_warnings() {
+        let texts = report().iter().map(CategoryReport::failures).collect::<Vec<_>>();
+        let expected = "× three\n    gone:\n      * a\n    fix: make a\n";
+        assert_eq!(texts, ["", expected]);
     }
 
     #[test]

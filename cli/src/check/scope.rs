@@ -15,6 +15,8 @@ pub(super) struct Scope {
 pub(super) enum Mode {
     Pre,
     Crds,
+    /// Only whether the control plane is available.
+    ControlPlane,
     Installed,
     Proxy,
 }

@@ -10,11 +10,39 @@ use crate::kubernetes::{Cluster, reason};
 
 /// Selects the namespace and the cluster-scoped objects of the extension.
 pub(super) const EXTENSION_SELECTOR: &str = "linkerd.io/extension in (multicluster, linkerd-multicluster)";
-/// Selects the Deployments and pods of service mirrors that belong to a Link, including those that Linkerd's `link` creates.
+/// Selects the Deployments and pods of service mirrors that belong to a Link, including those that `link` creates.
 pub(super) const CONTROLLER_SELECTOR: &str = "component in (service-mirror, linkerd-service-mirror, controller)";
 pub(super) const DEFAULT_NAMESPACE: &str = "linkerd-multicluster";
+/// Names of probe Services that `link` creates begin with it.
+pub(super) const PROBE_SERVICE_PREFIX: &str = "probe-gateway-";
 /// The type of Secrets with credentials for another cluster.
 pub(super) const CREDENTIALS_SECRET_TYPE: &str = "mirror.linkerd.io/remote-kubeconfig";
+
+/// Names of the objects of a controller that `link` creates. They are those of Linkerd.
+pub(super) struct LegacyController {
+    /// The ServiceAccount, Deployment and PodDisruptionBudget.
+    pub(super) service_mirror: String,
+    /// The permissions for Services and Endpoints of all namespaces.
+    pub(super) local_access: String,
+    /// The permissions for Links and for the credentials in their namespace.
+    pub(super) credentials: String,
+    /// The permission of the destination service to read its copy of the credentials. Linkerd has no such Role: its destination
+    /// service can read all Secrets of its namespace.
+    pub(super) destination_credentials: String,
+    pub(super) probe_service: String,
+}
+
+impl LegacyController {
+    pub(super) fn new(link: &str) -> Self {
+        Self {
+            service_mirror: format!("linkerd-service-mirror-{link}"),
+            local_access: format!("linkerd-service-mirror-access-local-resources-{link}"),
+            credentials: format!("linkerd-service-mirror-read-remote-creds-{link}"),
+            destination_credentials: format!("linkerd-service-mirror-remote-discovery-{link}"),
+            probe_service: format!("{PROBE_SERVICE_PREFIX}{link}"),
+        }
+    }
+}
 
 /// The Links of all namespaces. `None` if the cluster does not have the kind.
 ///

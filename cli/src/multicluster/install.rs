@@ -1,10 +1,13 @@
 //! `tulle multicluster install`, `uninstall` and `allow`: render the chart for `kubectl apply` and `kubectl delete`.
 
+use std::time::Duration;
+
 use anyhow::{anyhow, ensure};
 use k8s_openapi::api::core::v1::{Namespace, ServiceAccount};
 use kube::Api;
 use serde_json::{Value, json};
 use tulle_core::dns_names::is_dns_subdomain;
+use tulle_core::duration;
 use tulle_core::names::{annotation, label};
 
 use super::extension::{self, DEFAULT_NAMESPACE, links, target_cluster};
@@ -13,7 +16,7 @@ use crate::install::manifests::{Output, format_manifests};
 use crate::install::removal::{ListedKind, ObjectScope, kinds_listed_in_all_namespaces, list_objects};
 use crate::install::values::{HelmFlags, merge_values, set_value, write_values};
 use crate::kubernetes::{self, reason};
-use crate::{config, runtime};
+use crate::{check, config, runtime};
 
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct InstallArgs {
@@ -41,9 +44,12 @@ pub(crate) struct InstallArgs {
     /// Run several replicas, spread over nodes
     #[arg(long)]
     ha: bool,
-    /// Do not read the configuration of the control plane from the cluster
+    /// Neither check the control plane nor read its configuration from the cluster
     #[arg(long)]
     ignore_cluster: bool,
+    /// How long to wait for parts of the control plane that are not ready yet
+    #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = duration::parse)]
+    wait: Duration,
     #[command(flatten)]
     helm: HelmFlags,
     /// Output format of the manifests
@@ -78,11 +84,15 @@ pub(crate) struct AllowArgs {
 /// Prints the manifests of the extension.
 ///
 /// # Errors
-/// Fails if there is no control plane, or if the chart rejects the values.
+/// Fails if a check of the control plane fails, or if the chart rejects the values.
 pub(crate) fn install(args: &InstallArgs, flags: &kubernetes::Flags) -> anyhow::Result<()> {
     let control_plane = match args.ignore_cluster {
         true => None,
-        false => Some(runtime()?.block_on(async { config::values(&flags.connect().await?).await })?),
+        false => Some(runtime()?.block_on(async {
+            let cluster = flags.connect().await?;
+            check::wait_for_control_plane(&cluster, args.wait).await?;
+            config::values(&cluster).await
+        })?),
     };
     let helm = Helm::find(DEFAULT_NAMESPACE)?;
     let found = control_plane_values(control_plane.as_ref(), &flags.linkerd_namespace);

@@ -23,10 +23,10 @@ use crate::{config, runtime};
 pub(crate) struct Args {
     /// The name that this cluster gets in the other one: mirrors are named <service>-<name>
     #[arg(long, value_name = "NAME")]
-    cluster_name: String,
+    pub(super) cluster_name: String,
     /// The namespace of the account, and of the Link in the other cluster
     #[arg(long, value_name = "NAMESPACE", default_value = DEFAULT_NAMESPACE)]
-    namespace: String,
+    pub(super) namespace: String,
     /// The account with which the other cluster reads this one
     #[arg(
         long,
@@ -39,7 +39,7 @@ pub(crate) struct Args {
     api_server_address: Option<String>,
     /// Whether the other cluster sends through the gateway; otherwise it has to reach pods
     #[arg(long, value_name = "BOOL", default_value_t = true, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = clap::ArgAction::Set)]
-    gateway: bool,
+    pub(super) gateway: bool,
     /// The Service of the gateway
     #[arg(long, value_name = "NAME", default_value = "linkerd-gateway")]
     gateway_name: String,
@@ -53,12 +53,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PORT")]
     gateway_port: Option<u16>,
     /// The Services whose mirrors send through the gateway
-    #[arg(
-        short = 'l',
-        long,
-        value_name = "LABELS",
-        default_value = "mirror.linkerd.io/exported=true"
-    )]
+    #[arg(short = 'l', long, value_name = "LABELS", default_value = DEFAULT_SELECTOR)]
     selector: String,
     /// The Services whose mirrors send directly to their pods
     #[arg(
@@ -78,7 +73,7 @@ pub(crate) struct Args {
     excluded_labels: String,
     /// Output format of the manifests
     #[arg(short, long, value_enum, default_value_t = Output::Yaml)]
-    output: Output,
+    pub(super) output: Output,
 }
 
 /// The gateway of a Link.
@@ -106,16 +101,21 @@ struct Target {
 /// # Errors
 /// Fails if a flag is invalid, or if an object of the cluster is missing or incomplete.
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()> {
+    crate::print(&format_manifests(&link_manifests(args, flags)?, args.output)?)
+}
+
+/// Reads the cluster, and returns the manifests for the other one.
+///
+/// # Errors
+/// Fails if a flag is invalid, or if an object of the cluster is missing or incomplete.
+pub(super) fn link_manifests(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Vec<Value>> {
     check_args(args)?;
     let target = runtime()?.block_on(async {
         let access = flags.config().await?;
         let cluster = flags.connect().await?;
         read_target(args, &cluster, &access).await
     })?;
-    crate::print(&format_manifests(
-        &manifests(args, &target, &flags.linkerd_namespace)?,
-        args.output,
-    )?)
+    manifests(args, &target, &flags.linkerd_namespace)
 }
 
 fn check_args(args: &Args) -> anyhow::Result<()> {
@@ -133,11 +133,16 @@ fn check_args(args: &Args) -> anyhow::Result<()> {
             62 - name.len()
         );
     }
-    let has_gateway_flags = !args.gateway_addresses.is_empty() || args.gateway_port.is_some();
-    ensure!(
-        args.gateway || !has_gateway_flags,
-        "--gateway-addresses and --gateway-port have no effect with --gateway=false"
-    );
+    for (flag, is_set) in [
+        ("--selector", args.selector != DEFAULT_SELECTOR),
+        ("--gateway-addresses", !args.gateway_addresses.is_empty()),
+        ("--gateway-port", args.gateway_port.is_some()),
+    ] {
+        ensure!(
+            args.gateway || !is_set,
+            "{flag} has no effect with --gateway=false; remove one of the two"
+        );
+    }
     for (flag, selector) in [
         ("--selector", &args.selector),
         ("--remote-discovery-selector", &args.remote_discovery_selector),
@@ -398,6 +403,7 @@ fn parse_selector(text: &str) -> anyhow::Result<Value> {
     Ok(json!(LabelSelector::from(&selector)))
 }
 
+const DEFAULT_SELECTOR: &str = "mirror.linkerd.io/exported=true";
 /// The chart has the same limit: it creates a Service `probe-<cluster name>`, and the name of a Service has at most 63 characters.
 const MAX_CLUSTER_NAME_LEN: usize = 57;
 /// With a longer name, Services whose names have 32 characters or more cannot be mirrored, and such names are common. The command
@@ -540,7 +546,12 @@ mod tests {
     fn invalid_flags_are_refused_with_their_name() {
         for (line, expected) in [
             ("--cluster-name=East", "--cluster-name \"East\""),
-            ("--gateway=false --gateway-port=1", "--gateway-port"),
+            ("--gateway=false --gateway-port=1", "--gateway-port has no effect"),
+            (
+                "--gateway=false --gateway-addresses=a",
+                "--gateway-addresses has no effect",
+            ),
+            ("--gateway=false --selector=app=web", "--selector has no effect"),
             ("--selector=", "--selector"),
         ] {
             let line = Line::try_parse_from(

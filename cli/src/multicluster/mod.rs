@@ -7,6 +7,7 @@ mod check_state;
 mod extension;
 mod gateways;
 mod install;
+mod link;
 mod link_gen;
 mod unlink;
 
@@ -29,6 +30,9 @@ pub(crate) enum Command {
     /// Print the credentials and the Link with which another cluster mirrors this one
     #[command(after_help = link_gen::EXAMPLES)]
     LinkGen(link_gen::Args),
+    /// Deprecated: print what `link-gen` prints, and a controller for the Link
+    #[command(after_help = link::EXAMPLES)]
+    Link(Box<link::LinkArgs>),
     /// Print the Link, its credentials and its mirrors, for `kubectl delete`
     #[command(after_help = unlink::EXAMPLES)]
     Unlink(unlink::Args),
@@ -48,6 +52,7 @@ pub(crate) fn main(command: &Command, flags: &kubernetes::Flags) -> anyhow::Resu
         Command::Uninstall(args) => install::uninstall(args, flags),
         Command::Allow(args) => install::allow(args, flags),
         Command::LinkGen(args) => link_gen::main(args, flags),
+        Command::Link(args) => link::main(args, flags),
         Command::Unlink(args) => unlink::main(args, flags),
         Command::Check(args) => return check::main(args, flags),
         Command::Gateways(args) => gateways::main(args, flags),

@@ -8,7 +8,7 @@ use serde_json::Value;
 use tulle_control::kubernetes::remote_credentials::secret_name;
 use tulle_core::names::label;
 
-use super::extension::{DEFAULT_NAMESPACE, link_resource, links, object_ref, target_cluster};
+use super::extension::{DEFAULT_NAMESPACE, LegacyController, link_resource, links, object_ref, target_cluster};
 use crate::install::manifests::{Output, format_manifests};
 use crate::kubernetes::{self, Cluster, reason};
 use crate::runtime;
@@ -21,7 +21,7 @@ pub(crate) struct Args {
     /// The namespace of the Link
     #[arg(long, value_name = "NAMESPACE", default_value = DEFAULT_NAMESPACE)]
     namespace: String,
-    /// Print only the controller that Linkerd's `link` has created, so that the chart can manage a new one
+    /// Print only the controller that `link` has created, so that the chart can manage a new one
     #[arg(long)]
     only_controller: bool,
     /// Output format of the manifests
@@ -48,8 +48,8 @@ async fn list_objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Valu
     })?;
     let target = target_cluster(&link);
     let mut objects = Vec::new();
-    for (api_version, kind, is_namespaced, object) in legacy_controller(name) {
-        let namespace = is_namespaced.then_some(&**namespace);
+    let legacy_objects = legacy_controller(name, namespace, &cluster.control_plane_namespace);
+    for (api_version, kind, namespace, object) in legacy_objects {
         objects.extend(find_object(cluster, api_version, kind, namespace, &object).await?);
     }
     if args.only_controller {
@@ -103,20 +103,26 @@ async fn list_objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Valu
     Ok(objects)
 }
 
-/// The objects of the controller that Linkerd's `link` creates: API version, kind, whether the kind has a namespace, and name.
-fn legacy_controller(link: &str) -> Vec<(&'static str, &'static str, bool, String)> {
+/// The objects of the controller that `link` creates: API version, kind, namespace if the kind has one, and name.
+pub(super) fn legacy_controller<'a>(
+    link: &str,
+    namespace: &'a str,
+    control_plane: &'a str,
+) -> Vec<(&'static str, &'static str, Option<&'a str>, String)> {
     const RBAC: &str = "rbac.authorization.k8s.io/v1";
-    let local = format!("linkerd-service-mirror-access-local-resources-{link}");
-    let credentials = format!("linkerd-service-mirror-read-remote-creds-{link}");
-    let mirror = format!("linkerd-service-mirror-{link}");
+    let names = LegacyController::new(link);
+    let (namespace, control_plane) = (Some(namespace), Some(control_plane));
     vec![
-        (RBAC, "ClusterRole", false, local.clone()),
-        (RBAC, "ClusterRoleBinding", false, local),
-        (RBAC, "Role", true, credentials.clone()),
-        (RBAC, "RoleBinding", true, credentials),
-        ("v1", "ServiceAccount", true, mirror.clone()),
-        ("apps/v1", "Deployment", true, mirror),
-        ("v1", "Service", true, format!("probe-gateway-{link}")),
+        (RBAC, "ClusterRole", None, names.local_access.clone()),
+        (RBAC, "ClusterRoleBinding", None, names.local_access),
+        (RBAC, "Role", namespace, names.credentials.clone()),
+        (RBAC, "RoleBinding", namespace, names.credentials),
+        (RBAC, "Role", control_plane, names.destination_credentials.clone()),
+        (RBAC, "RoleBinding", control_plane, names.destination_credentials),
+        ("v1", "ServiceAccount", namespace, names.service_mirror.clone()),
+        ("apps/v1", "Deployment", namespace, names.service_mirror.clone()),
+        ("policy/v1", "PodDisruptionBudget", namespace, names.service_mirror),
+        ("v1", "Service", namespace, names.probe_service),
     ]
 }
 

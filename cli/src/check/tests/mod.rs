@@ -1,6 +1,7 @@
 //! Tests of the checks. The clusters are plain objects: a healthy cluster, and variants of it with one fault each.
 
 mod data_plane;
+mod waiting;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

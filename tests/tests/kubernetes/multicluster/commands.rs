@@ -3,7 +3,7 @@
 use tulle_control::trust;
 
 use super::*;
-use crate::cli::{assert_contains, kubectl, tulle};
+use crate::cli::{CommandOutput, assert_contains, kubectl, tulle};
 
 /// The configuration that the chart of the control plane writes.
 pub(super) async fn put_configuration(server: &ApiServer, domain: &str, anchor: &str) {
@@ -15,7 +15,8 @@ pub(super) async fn put_configuration(server: &ApiServer, domain: &str, anchor: 
     apply(server, &manifest).await;
 }
 
-/// Installs the extension in both clusters, each after its configuration.
+/// Installs the extension in both clusters, each after its configuration. No control plane runs in them, so `install` is refused
+/// without `--ignore-cluster`.
 async fn install(west: &ApiServer, east: &ApiServer) {
     for server in [west, east] {
         install_custom_resources(server).await.unwrap();
@@ -24,15 +25,31 @@ async fn install(west: &ApiServer, east: &ApiServer) {
         }
     }
     let absent = tulle(east, "multicluster install").await;
-    assert_contains(&absent.err, &["there is no control plane in namespace linkerd"]);
+    assert_contains(
+        &absent.err,
+        &[
+            "× 'linkerd-config' config map exists",
+            "fix: tulle install --crds | kubectl apply -f -",
+        ],
+    );
     let anchor = new_anchor();
     put_configuration(east, "east.test", &anchor).await;
     put_configuration(west, "west.test", &anchor).await;
+    let without_pods = tulle(west, "multicluster install --wait 0").await;
+    assert!(!without_pods.success, "{}", without_pods.out);
+    assert_contains(
+        &without_pods.err,
+        &[
+            "× control plane pods are ready",
+            "fix: kubectl describe deployments,pods -n linkerd",
+        ],
+    );
     for (server, values) in [
-        (east, ""),
-        (west, " --gateway=false --set controllers[0].link.ref.name=east"),
+        (east, "identityTrustDomain=east.test"),
+        (west, "controllers[0].link.ref.name=east --gateway=false"),
     ] {
-        let manifests = tulle(server, &format!("multicluster install{values}")).await;
+        let install = format!("multicluster install --ignore-cluster --set {values}");
+        let manifests = tulle(server, &install).await;
         assert!(manifests.success, "{}", manifests.err);
         // The namespace comes first.
         kubectl(server, "apply --server-side -f -", &manifests.out).await;
@@ -95,14 +112,37 @@ async fn link_clusters(west: &ApiServer, east: &ApiServer) {
     let link = format!("{link} --api-server-address {url}");
     let without_address = tulle(east, &link).await;
     assert_contains(&without_address.err, &["has no address yet", "--gateway-addresses"]);
-    let linked = tulle(east, &format!("{link} --gateway-addresses 192.0.2.7")).await;
+    let link = format!("{link} --gateway-addresses 192.0.2.7");
+    let linked = tulle(east, &link).await;
     assert!(linked.success, "{}", linked.err);
     kubectl(west, "apply -f -", &linked.out).await;
+    let deprecated = tulle(east, &link.replacen("link-gen", "link --ha", 1)).await;
+    replace_controller(west, &linked.out, &deprecated).await;
     let account = "mc allow --service-account-name linkerd-service-mirror-remote-access-default";
     assert_contains(&tulle(east, account).await.err, &["exists", "--ignore-cluster"]);
     let allowed = tulle(east, "mc allow --service-account-name west").await;
     let created = kubectl(east, "apply --server-side -f -", &allowed.out).await;
     assert_eq!(created.lines().count(), 4, "{created}");
+}
+
+/// The deprecated command `link` adds a controller with names of its own to the output of `link-gen`. `unlink --only-controller`
+/// removes it.
+async fn replace_controller(west: &ApiServer, link: &str, deprecated: &CommandOutput) {
+    assert!(deprecated.success, "{}", deprecated.err);
+    assert_contains(&deprecated.err, &["deprecated", "link-gen", "`controllers`"]);
+    let controller = deprecated.out.strip_prefix(link);
+    let controller = controller.expect("the output of link-gen comes first");
+    for name_of_chart in ["controller-", ": controller\n", "ctrl-admin", "probe-east"] {
+        assert!(
+            !controller.contains(name_of_chart),
+            "{name_of_chart} is in {controller}"
+        );
+    }
+    let created = kubectl(west, "apply --server-side -f -", controller).await;
+    assert_eq!(created.lines().count(), 10, "{created}");
+    let unlinked = tulle(west, "mc unlink --cluster-name east --only-controller").await;
+    let deleted = kubectl(west, "delete -f -", &unlinked.out).await;
+    assert_eq!(deleted.lines().count(), 10, "{deleted}");
 }
 
 async fn check(west: &ApiServer, east: &ApiServer) {
