@@ -80,7 +80,7 @@ impl<'a> ReportedCause<'a> {
         })
     }
 
-    /// The cause of the earlier failure that led to this failure. It has to be fixed.
+    /// The cause in the field `after`: an earlier failure that led to the reported one. The earlier failure is the one to fix.
     fn preceding_cause(&self) -> Option<&'static Cause> {
         self.field("after").and_then(causes::find)
     }
@@ -116,7 +116,7 @@ fn extract_cause(text: &str) -> anyhow::Result<&str> {
         return found
             .get(1)
             .map(|found| found.as_str())
-            .context("the pattern has a group");
+            .context("the pattern matched without its group");
     }
     let code = text.split([';', ':']).next().unwrap_or_default();
     let is_code = !code.is_empty()

@@ -25,7 +25,7 @@ use tulle_core::readiness::{Latch, Readiness};
 
 use crate::admission::{PolicyValidator, ProfileValidator};
 use crate::cluster::Cluster;
-use crate::cluster::remote_clusters::LinkedClusters;
+use crate::cluster::remote_clusters::AllClusters;
 use crate::config::flags::ListenAddr;
 use crate::config::{
     Admission, Certificates, Config, ListenFailure, ObjectSource, TokenVerification, unsupported_flags,
@@ -225,14 +225,14 @@ impl Builder {
                 .latch("the permission to review tokens is not confirmed yet");
             self.start("checking the permission to review tokens", async move {
                 TokenReviews::wait_for_permission(client, latch, drain.clone()).await;
-                // The task must not end before the drain.
+                // A task that ends before the drain ends the process.
                 drain.signaled().await;
                 Ok(())
             });
         }
         let recorder = self.start_recorder("linkerd-identity");
         let (service, reload) = IdentityService::new(&identity, reviewer, recorder, &self.registry)
-            .context("opening --issuer, --trust-anchors and --token-keys")?;
+            .context("watching --issuer, --trust-anchors and --token-keys")?;
         let drain = self.drain.clone();
         self.start("reloading credentials", async move {
             reload.run(drain).await;
@@ -291,9 +291,9 @@ impl Builder {
         };
         self.start_renewer(renewer);
         let cluster = Cluster::new(self.config.cluster.clone(), &self.registry);
-        let clusters = LinkedClusters::from(cluster.clone());
+        let clusters = AllClusters::from(cluster.clone());
         let report = self.start_source(source, &clusters)?;
-        self.start_encoding_expiry(cluster.clone());
+        self.start_removal_of_unused_encodings(cluster.clone());
         let services = self.config.services;
         if services.destination {
             let config = self.config.destination.clone();
@@ -372,8 +372,8 @@ impl Builder {
             task.await;
             Ok(())
         });
-        // Proxies do not need telemetry, so its certificate must not affect the readiness of the process. The latch therefore
-        // belongs to a separate `Readiness`, which is not exported.
+        // Proxies do not need telemetry, so its certificate must not affect the readiness of the process: the latch belongs to
+        // a separate `Readiness`, which no admin server shows.
         let latch = Readiness::new().latch("telemetry");
         let certificate = certificate_controller::Config::telemetry(self.config.cluster.controller_namespace.clone());
         self.manage_server_certificate(certificate, creds.clone(), latch)?;
@@ -383,7 +383,7 @@ impl Builder {
     fn start_source(
         &mut self,
         source: ObjectSource,
-        clusters: &LinkedClusters,
+        clusters: &AllClusters,
     ) -> Result<Option<directory_source::ManifestReport>> {
         let report = match source {
             ObjectSource::Directory(manifests) => Some(self.start_directory_source(manifests, &clusters.local)),
@@ -402,14 +402,14 @@ impl Builder {
                 () = drain.signaled() => return Ok(()),
             }
             drop(latch);
-            // The task must not end before the drain.
+            // A task that ends before the drain ends the process.
             drain.signaled().await;
             Ok(())
         });
         Ok(report)
     }
 
-    fn start_encoding_expiry(&mut self, cluster: Cluster) {
+    fn start_removal_of_unused_encodings(&mut self, cluster: Cluster) {
         let drain = self.drain.clone();
         self.start("removing unused encodings", async move {
             tokio::select! {
@@ -428,7 +428,7 @@ impl Builder {
     }
 
     /// Watches the kinds that the services of this process need, and starts write-back.
-    fn start_kubernetes_source(&mut self, clusters: &LinkedClusters) -> Result<()> {
+    fn start_kubernetes_source(&mut self, clusters: &AllClusters) -> Result<()> {
         let (cluster, services) = (&clusters.local, self.config.services);
         let config = source::kubernetes::Config {
             requirements: WatchRequirements {
@@ -455,7 +455,7 @@ impl Builder {
     }
 
     /// Watches the clusters that Services refer to. Returns a sink that collects these references and passes events on to `sink`.
-    fn start_remote_watches(&mut self, client: &Client, clusters: &LinkedClusters, sink: EventSink) -> EventSink {
+    fn start_remote_watches(&mut self, client: &Client, clusters: &AllClusters, sink: EventSink) -> EventSink {
         let (sink, references) = ReferencedClusters::from_events(sink);
         let watches = RemoteWatches::new(
             client.clone(),
@@ -556,7 +556,8 @@ impl Builder {
         self.audit_report = Some(report);
         let mut certificate =
             certificate_controller::Config::proxy_injector(self.config.cluster.controller_namespace.clone());
-        // Proxies need the other services of this process, so it must not become unready later.
+        // Proxies need the other services of this process, so after its start an untrusted certificate of the webhook must not
+        // make it unready.
         if !self.config.services.is_injector_only() {
             certificate.unready_when_untrusted = UnreadyWhenUntrusted::UntilFirstTrusted;
         }
@@ -598,13 +599,13 @@ impl Builder {
         let paths = &self.config.webhooks.certificate_paths;
         if let Some(files) = paths.find_for_webhook(certificate.service) {
             let mounted = MountedCertificate::watch(files, creds, &self.registry).context("--server-tls-certs")?;
-            self.start("reading a certificate for the API server", async move {
+            self.start("reading a server certificate", async move {
                 mounted.run(latch, drain).await;
                 Ok(())
             });
         } else {
             let controller = CertificateController::new(self.client()?, certificate, creds);
-            self.start("managing a certificate for the API server", async move {
+            self.start("managing a server certificate", async move {
                 controller.run(latch, drain).await;
                 Ok(())
             });

@@ -23,9 +23,9 @@ enum ServiceName {
     Destination,
     /// Certificates, on port 8080.
     Identity,
-    /// Inbound and outbound policies, on port 8090; on Kubernetes also their admission, on port 9443.
+    /// Inbound and outbound policies, on port 8090; on Kubernetes also the validation of policies and routes, on port 9443.
     Policy,
-    /// Admission of ServiceProfiles, on port 8443.
+    /// Validation of ServiceProfiles, on port 8443.
     SpValidator,
     /// Injection of proxies into pods, on port 8443.
     ProxyInjector,

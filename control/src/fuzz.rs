@@ -1,5 +1,5 @@
-//! Invariants of parsers for manifests, responses of the API server, metrics and network input. Fuzz targets check them with generated input, and
-//! the tests here with the saved corpus.
+//! Invariants of parsers for manifests, responses of the API server, metrics and network input. Fuzz targets check them with
+//! generated input, and the tests here with the saved corpus.
 
 use crate::identity::claims::Claims;
 use crate::identity::csr::SigningRequest;
@@ -58,7 +58,7 @@ pub fn metrics(bytes: &[u8]) {
     }
 }
 
-/// Parsing an unverified token never panics, and an invalid token never becomes valid later.
+/// Parsing an unverified token never panics, and claims that are rejected at one time are rejected at every later time.
 pub fn token(bytes: &[u8]) {
     if let Ok(claims) = Claims::parse(bytes) {
         let checked = [0, 1 << 32, u64::MAX].map(|now| claims.check(now, &[]));
@@ -67,7 +67,7 @@ pub fn token(bytes: &[u8]) {
     }
 }
 
-/// A signing request that can be parsed has at most one identity.
+/// A signing request that can be parsed is not accepted for two identities.
 pub fn signing_request(bytes: &[u8]) {
     if let Ok(request) = SigningRequest::parse(bytes) {
         let identities = ["web.shop.serviceaccount.identity.linkerd.cluster.local", ""];

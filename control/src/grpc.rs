@@ -23,7 +23,7 @@ use tonic::{Code, Status};
 use tulle_core::identity::Identity;
 use tulle_proto::codec::Codec;
 
-/// The client of a call, as the connection has authenticated it. Each request has it as an extension.
+/// The client of a call, as the connection has authenticated it. Each request from a connection has it as an extension.
 #[derive(Clone, Debug)]
 pub enum Caller {
     /// A process on this host, in plaintext over loopback.

@@ -38,7 +38,7 @@ impl Threads {
         thread::Builder::new()
             .name(name.to_owned())
             .spawn(move || {
-                // An error means that the other side is dropped, which also ends the thread.
+                // Nothing is ever sent: the thread ends when the sender is dropped.
                 let _ = runtime.block_on(ended);
             })
             .with_context(|| format!("starting the thread {name}"))?;

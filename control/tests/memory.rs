@@ -164,7 +164,7 @@ fn object(kind: Kind, value: Value) -> Event {
 
 /// Returns the next message of a stream, if it is ready.
 fn ready_message(body: &mut Body) -> Option<Bytes> {
-    // One task polls all streams; its coop budget would be used up before the last one.
+    // One task polls all streams; tokio's cooperative budget would be used up before the last one.
     let frame = tokio::task::unconstrained(body.frame()).now_or_never()?;
     Some(frame.unwrap().unwrap().into_data().unwrap())
 }
@@ -397,6 +397,7 @@ async fn an_idle_stream_over_http2_uses_less_than_four_kilobytes() {
     assert!(bytes_per_stream < 4_000, "{bytes_per_stream} bytes");
 }
 
+/// The call that opens a stream.
 type Opening = std::pin::Pin<Box<dyn Future<Output = Result<http::Response<Body>, std::convert::Infallible>> + Send>>;
 
 /// Maximum memory of a stored pod.

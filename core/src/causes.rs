@@ -98,13 +98,14 @@ l5d-proxy-cause: no-endpoints; direction=outbound; hop=web.shop.serviceaccount.i
 A connection to the inbound or outbound port that the proxy refuses or stops without a response ends with a TCP reset. After a failed
 TLS handshake, the reset follows a TLS alert. A connection that must begin with HTTP/2 and begins with other bytes is closed.
 
-The log has a line of level `info` for each refusal by inbound policy and for each failed TLS handshake of a client. The proxy writes
-at most one line per minute for each client address and kind, and for at most 256 such pairs, so that clients cannot fill the log.
-The same limit applies to refused outbound connections and failed outbound handshakes, for each pair of target and cause; and to
-what the authorization `audit` permits, for each pair of client address and port.
-Such a minute begins with the first line after the end of the previous one, which may have ended long before. In this first line,
-`suppressed_all_kinds` is the number of lines that were suppressed in the previous minute. It counts the lines of all kinds that
-share the limit. The metrics count the failures of suppressed lines, too.
+The log has a line of level `info` for each refusal by inbound policy and for each failed TLS handshake of a client. Clients
+cannot fill the log: for each pair of client address and kind of failure, the proxy writes at most one line per minute, and in
+a minute it writes lines for at most 256 pairs. The same limit applies to refused outbound connections and failed outbound
+handshakes, for each pair of target and cause; and to requests and connections that only the authorization `audit` permits, for
+each pair of client address and port.
+The first line of a minute has the field `suppressed_all_kinds`: the number of lines that were suppressed in the previous
+minute, of all kinds that share the limit. A minute begins with its first line, so the previous one may have ended long before.
+The metrics count the failures of suppressed lines, too.
 ";
 
 const fn cause(
@@ -144,7 +145,7 @@ pub const ALL: &[Cause] = &[
         "head-too-long",
         Responsible::Client,
         "431, RESOURCE_EXHAUSTED",
-        "The request line and headers are longer than 64 KiB, or have more than 4096 lines. In HTTP/2, the header list is longer than 256 KiB, where each header counts as its name, its value and 32 bytes. An HTTP/2 client that sends more than twice the limit receives a bare 431, or the connection is closed; such requests are not counted.",
+        "The request line and headers are longer than 64 KiB, or have more than 4096 lines. In HTTP/2, the header list is longer than 256 KiB, where each header counts as its name, its value and 32 bytes. An HTTP/2 client that sends more than twice the limit receives the status 431 without a cause, or the connection is closed; such requests are not counted.",
         "Send fewer cookies and headers, or raise `TULLE_PROXY_INBOUND_HTTP_MAX_HEAD_SIZE` or its outbound counterpart.",
     ),
     cause(

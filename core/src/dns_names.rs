@@ -9,7 +9,8 @@ pub fn is_dns_label_of_any_length(label: &str) -> bool {
         && bytes.iter().all(|byte| alphanumeric(byte) || *byte == b'-')
 }
 
-/// Returns whether a text is one DNS label, as required for namespaces, and for service accounts with an identity.
+/// Returns whether a text is one DNS label. Kubernetes requires this for names of namespaces, tulle also for names of service
+/// accounts to which it issues certificates.
 pub fn is_dns_label(text: &str) -> bool {
     text.len() <= 63 && is_dns_label_of_any_length(text)
 }

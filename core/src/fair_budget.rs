@@ -81,7 +81,7 @@ impl FairBudget {
         let mut state = self.state.lock();
         let missing_amount = (state.used + amount).saturating_sub(self.total);
         let used_afterwards = state.by_client.get(&client).map_or(0, |client| client.used) + amount;
-        for (holder, id) in state.select_revoked(missing_amount, used_afterwards)? {
+        for (holder, id) in state.select_to_revoke(missing_amount, used_afterwards)? {
             if let Some(reserved) = state.remove(holder, id) {
                 reserved.revocation.0.notify_one();
             }
@@ -126,10 +126,10 @@ impl FairBudget {
 }
 
 impl State {
-    /// Selects reservations of at least `missing_amount` to revoke for a client that will have `used_afterwards`, its new reservation
-    /// included. Takes the oldest reservation of the client that has the most at this point, while that client has more than
-    /// `used_afterwards`. `None` if there are not enough.
-    fn select_revoked(&self, missing_amount: usize, used_afterwards: usize) -> Option<Vec<(IpAddr, u64)>> {
+    /// Selects reservations of at least `missing_amount` to revoke for a client that will have `used_afterwards`, its new
+    /// reservation included. Each step selects the oldest remaining reservation of the client that has the most left. `None` if no
+    /// client has more than `used_afterwards` left before the amount is reached.
+    fn select_to_revoke(&self, missing_amount: usize, used_afterwards: usize) -> Option<Vec<(IpAddr, u64)>> {
         let mut selected = Vec::new();
         if missing_amount == 0 {
             return Some(selected);

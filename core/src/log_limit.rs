@@ -19,8 +19,8 @@ struct State<S> {
     window_started_at: Option<Instant>,
     /// Suppressed lines by kind and source, of the keys that have logged a line in this minute.
     suppressed: HashMap<(&'static str, S), u64>,
-    /// Suppressed lines of all other keys.
-    suppressed_above_max: u64,
+    /// Suppressed lines of the keys that came after [`MAX_KEYS_PER_WINDOW`] others.
+    suppressed_of_other_keys: u64,
 }
 
 impl<S> Default for LogLimiter<S> {
@@ -36,7 +36,7 @@ impl<S> Default for State<S> {
         Self {
             window_started_at: None,
             suppressed: HashMap::new(),
-            suppressed_above_max: 0,
+            suppressed_of_other_keys: 0,
         }
     }
 }
@@ -54,7 +54,7 @@ impl<S: Eq + Hash> LogLimiter<S> {
             .window_started_at
             .is_none_or(|started_at| now - started_at >= LOG_WINDOW)
         {
-            previously_suppressed = state.suppressed.values().sum::<u64>() + state.suppressed_above_max;
+            previously_suppressed = state.suppressed.values().sum::<u64>() + state.suppressed_of_other_keys;
             *state = State {
                 window_started_at: Some(now),
                 ..State::default()
@@ -64,7 +64,7 @@ impl<S: Eq + Hash> LogLimiter<S> {
         let key = (kind, source);
         match state.suppressed.get_mut(&key) {
             Some(suppressed) => *suppressed += 1,
-            None if is_full => state.suppressed_above_max += 1,
+            None if is_full => state.suppressed_of_other_keys += 1,
             None => {
                 state.suppressed.insert(key, 0);
                 return Some(SuppressedLines(previously_suppressed));
@@ -74,9 +74,9 @@ impl<S: Eq + Hash> LogLimiter<S> {
     }
 }
 
-/// The number of lines, of all kinds and sources, that the limiter suppressed in its previous minute. A minute begins with the first
-/// line after the end of the previous one, so the previous one may have ended long before. Only the first line of a minute has the
-/// number; the others have 0.
+/// The number of lines that the limiter suppressed in its previous minute, of all kinds and sources. Only the first line of a
+/// minute has the number; the others have 0. The previous minute may have ended long before, because a minute begins with its
+/// first line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SuppressedLines(u64);
 

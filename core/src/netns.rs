@@ -525,7 +525,7 @@ impl IdMaps {
     }
 }
 
-/// The id map: 0 for the caller's own id, then each of `ids` for a subordinate id.
+/// The id map: inside the namespace, id 0 is the caller's own id, and each of `ids` is one of the caller's subordinate ids.
 fn id_map(tool: MapTool, own_id: u32, ids: &[u32]) -> Result<Vec<[u32; 3]>, NetnsError> {
     let grants = fs::read_to_string(tool.subid_file).unwrap_or_default();
     let user = nix::unistd::User::from_uid(getuid())

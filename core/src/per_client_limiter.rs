@@ -14,7 +14,8 @@ use crate::connections::client_network;
 /// the queue.
 pub struct PerClientLimiter {
     limits: Limits,
-    global: Semaphore,
+    /// The global queue: one permit for each unit of weight that may run.
+    global_queue: Semaphore,
     by_network: Mutex<HashMap<IpAddr, ClientQueue>>,
 }
 
@@ -43,7 +44,7 @@ impl PerClientLimiter {
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
-            global: Semaphore::new(limits.total_weight),
+            global_queue: Semaphore::new(limits.total_weight),
             by_network: Mutex::default(),
         }
     }
@@ -63,8 +64,8 @@ impl PerClientLimiter {
     pub async fn run<T>(&self, client: IpAddr, weight: u32, work: impl Future<Output = T>) -> Result<T, QueueFull> {
         let request = self.enter(client_network(client)).ok_or(QueueFull)?;
         // The semaphores are never closed, and give permits in FIFO order.
-        let _queued = request.global_queue_permits.acquire().await;
-        let _global = self.global.acquire_many(weight).await;
+        let _may_queue = request.global_queue_permits.acquire().await;
+        let _may_run = self.global_queue.acquire_many(weight).await;
         Ok(work.await)
     }
 

@@ -118,7 +118,7 @@ pub struct RedirectArgs {
     /// As --iptables-mode, by the name of the program: iptables-legacy, iptables-nft or iptables
     #[arg(long, value_name = "NAME", overrides_with = "firewall_bin_path")]
     firewall_bin_path: Option<String>,
-    /// Accepted for compatibility; the flavour determines the program
+    /// Accepted for compatibility; --iptables-mode and --firewall-bin-path select this program too
     #[arg(long, value_name = "NAME", overrides_with = "firewall_save_bin_path")]
     firewall_save_bin_path: Option<String>,
     /// Redirect IPv6 as well [default: true if the namespace has IPv6]; see --unredirected-ipv6

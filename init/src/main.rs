@@ -15,7 +15,7 @@ use tulle_init::report::Report;
 use tulle_init::validate;
 
 fn main() -> ExitCode {
-    // Images start this program under the names of Linkerd's two programs.
+    // Images have this program under the names of Linkerd's two programs, `linkerd2-proxy-init` and `linkerd2-network-validator`.
     let name = std::env::args_os().next().unwrap_or_default();
     if Path::new(&name).file_name() == Some(OsStr::new(VALIDATOR)) {
         return parse::<Validator>().map_or_else(|code| code, |validator| run_validate(&validator.args));
@@ -52,8 +52,8 @@ fn run_redirect(args: &RedirectArgs) -> ExitCode {
     }
     let mut report = Report::default();
     let job = args.job().map_err(anyhow::Error::new);
-    let end = job.and_then(|job| redirect::run(job, &mut report));
-    let code = match &end {
+    let outcome = job.and_then(|job| redirect::run(job, &mut report));
+    let code = match &outcome {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
         Ok(Outcome::Different) => ExitCode::from(3),
         Ok(Outcome::Absent) => ExitCode::from(4),

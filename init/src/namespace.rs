@@ -72,7 +72,8 @@ pub fn processes_of_user(uid: u32) -> Vec<String> {
     entries.filter_map(program).collect()
 }
 
-/// Programs that may run as the proxy's user, by their names in `/proc`, which are at most 15 bytes long.
+/// Programs that may run as the proxy's user, by their names in `/proc`. The kernel truncates these names to 15 bytes, for
+/// example `linkerd2-proxy-identity` to `linkerd2-proxy-`.
 const PROXY_PROCESS_NAMES: [&str; 4] = ["tulle-proxy", "linkerd2-proxy", "linkerd2-proxy-", "linkerd-await"];
 const IPV6_INTERFACES: &str = "/proc/sys/net/ipv6/conf";
 const CLOSE_WAIT_TIMEOUT_PATH: &str = "/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close_wait";

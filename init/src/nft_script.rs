@@ -81,10 +81,10 @@ fn match_words(criterion: &Match, family: Option<Family>) -> String {
     match criterion {
         Match::Tcp => "meta l4proto tcp".to_owned(),
         Match::NewConnection => "tcp flags & (fin|syn|rst|ack) == syn".to_owned(),
-        Match::ToLocal => "fib daddr type local".to_owned(),
-        Match::OverLoopback => "oifname \"lo\"".to_owned(),
-        Match::FromLoopback => "iifname \"lo\"".to_owned(),
-        Match::FromNonLocal => "fib saddr type != local".to_owned(),
+        Match::ToLocalAddress => "fib daddr type local".to_owned(),
+        Match::OutputInterfaceLo => "oifname \"lo\"".to_owned(),
+        Match::InputInterfaceLo => "iifname \"lo\"".to_owned(),
+        Match::FromNonLocalAddress => "fib saddr type != local".to_owned(),
         Match::Marked(mark, direction) => {
             let direction = if *direction == Direction::Original {
                 "original"

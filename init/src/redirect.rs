@@ -166,7 +166,7 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
         Change::Unchanged => "unchanged",
     };
     // After the new rules are live, so that there is no moment without rules.
-    remove_others(job, backend, report);
+    remove_rules_of_other_backends(job, backend, report);
     if !rules.is_tproxy() {
         remove_routing(report);
     }
@@ -185,9 +185,8 @@ fn apply_with_first_usable(job: &Job, rules: &Rules, report: &mut Report) -> any
             Ok(change) => return Ok((*backend, change)),
             Err(error) => error,
         };
-        // Two errors are final. The other backends would also meet a netlink error other than "not supported", usually a missing
-        // permission. If another process holds the lock of iptables, it is changing rules now. After any other error of the
-        // iptables programs, the next backend is tried.
+        // Another backend does not help against these two errors: a netlink error other than "not supported", usually a missing
+        // permission; and a held lock of iptables, because its holder is changing rules now.
         let is_final = match &error {
             BackendError::Nftables(error) => !error.is_unsupported(),
             BackendError::Iptables(error) => error.is_lock_held(),
@@ -224,7 +223,7 @@ fn apply_with(backend: Backend, rules: &Rules, wait: Duration, report: &mut Repo
 
 /// Removes the rules of earlier runs from the other backends. Once a new rule has redirected a connection, the old rules have no
 /// effect and only cost time.
-fn remove_others(job: &Job, active_backend: Backend, report: &mut Report) {
+fn remove_rules_of_other_backends(job: &Job, active_backend: Backend, report: &mut Report) {
     let rules_to_remove = match active_backend {
         Backend::Nftables => MeshRules::IptablesNft,
         // The plain programs may be the nft flavour, whose rules must stay.
@@ -388,8 +387,8 @@ fn check_with(backend: Backend, rules: &Rules, is_one_of_several: bool) -> Resul
         && match iptables::legacy_tables() {
             LegacyTables::Present => false,
             LegacyTables::Absent => true,
-            // The programs create the tables that they read, so they run only if this backend alone is named. Otherwise the
-            // caller warns.
+            // The programs would create the tables that they read, so they run only if `--backend` names this backend.
+            // Otherwise `check` warns.
             LegacyTables::Unknown => is_one_of_several,
         };
     match backend {
@@ -508,7 +507,7 @@ fn options_for_namespace(
              --unredirected-ipv6=allow lets them bypass the proxy"
         );
     }
-    // With IPv6 in the namespace, a kernel that cannot drop it is an error.
+    // If the namespace has IPv6 and the kernel accepts no rules that drop it, the run must fail: IPv6 would bypass the proxy.
     let can_omit_ipv6 = !has_ipv6 && families == Families::V4DropV6;
     Ok((
         with_families(families),

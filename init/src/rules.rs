@@ -1,8 +1,9 @@
 //! Converts options to one ordered list of rules; a pure function. All backends render the same list.
 //!
 //! Chains that decide, such as inbound and outbound, are reached by jumps from chains with a hook, such as prerouting and
-//! output. They decide on the first segment of a connection. So a connection that was open before the rules is not affected;
-//! rules for all packets would match it halfway and reset it. Only [`Chain::Invalid`] matches packets of all connections.
+//! output. They decide on the first segment of a connection. So connections that are open when the rules are applied are not
+//! affected; a rule that redirected their later packets would break them. Only [`Chain::Invalid`] matches packets of all
+//! connections.
 //!
 //! In tproxy mode inbound connections are not translated; outbound ones are, as in redirect mode. The first segment marks an
 //! inbound connection, and packets of marked connections are delivered to the proxy's socket. The proxy dials the application
@@ -67,13 +68,13 @@ pub enum Match {
     /// The segment opens a connection: SYN without FIN, RST or ACK.
     NewConnection,
     /// The destination is an address of this namespace.
-    ToLocal,
+    ToLocalAddress,
     /// The outgoing interface is `lo`.
-    OverLoopback,
+    OutputInterfaceLo,
     /// The incoming interface is `lo`.
-    FromLoopback,
+    InputInterfaceLo,
     /// The source is not an address of this namespace.
-    FromNonLocal,
+    FromNonLocalAddress,
     /// The connection has this mark, and the packet has this direction.
     Marked(u32, Direction),
     /// The destination port is one of these; `set` is the name for backends with named sets.
@@ -133,7 +134,7 @@ pub fn build_rules(options: &Options) -> Rules {
     list.extend(inbound_rules(options));
     list.extend(outbound_rules(options));
     let new_inbound = match options.scope {
-        Scope::Local => vec![Match::NewConnection, Match::ToLocal],
+        Scope::Local => vec![Match::NewConnection, Match::ToLocalAddress],
         Scope::All => vec![Match::NewConnection],
     };
     if options.inbound_mode == InboundMode::Redirect {
@@ -189,14 +190,18 @@ fn base_chain_rule(options: &Options, chain: Chain, matches: Vec<Match>, action:
 /// Hands inbound connections to the proxy without changing their addresses; `new_inbound` matches their first segments.
 fn tproxy_rules(options: &Options, new_inbound: Vec<Match>) -> Vec<Rule> {
     let inbound_packets = || vec![Match::Tcp, Match::Marked(INBOUND_MARK, Direction::Original)];
-    let proxy_connections = vec![Match::NewConnection, Match::OverLoopback, Match::FromNonLocal];
+    let proxy_connections = vec![
+        Match::NewConnection,
+        Match::OutputInterfaceLo,
+        Match::FromNonLocalAddress,
+    ];
     let replies = vec![Match::Tcp, Match::Marked(TPROXY_CLIENT_MARK, Direction::Reply)];
     let tproxy = Action::Tproxy(options.inbound_port.get());
     let rules = [
         // Packets over loopback, such as the proxy's to the application, are not handed to the proxy again.
         (
             Chain::TproxyPrerouting,
-            vec![Match::FromLoopback],
+            vec![Match::InputInterfaceLo],
             Action::Return,
             "ignore-loopback",
         ),
@@ -276,9 +281,9 @@ fn unredirected_ipv6_rules(options: &Options) -> Vec<Rule> {
     };
     list.push(rule(chain, dropped, Action::Drop, "drop-unredirected-ipv6"));
     let hook = Chain::UnredirectedPrerouting;
-    list.push(rule(hook, Match::FromLoopback, Action::Return, "ignore-loopback"));
+    list.push(rule(hook, Match::InputInterfaceLo, Action::Return, "ignore-loopback"));
     list.push(Rule {
-        matches: vec![Match::NewConnection, Match::ToLocal],
+        matches: vec![Match::NewConnection, Match::ToLocalAddress],
         ..rule(
             hook,
             Match::NewConnection,
@@ -301,7 +306,7 @@ fn outbound_rules(options: &Options) -> Vec<Rule> {
         .proxy_gid
         .map(|gid| rule(chain, Match::Group(gid), Action::Return, "ignore-proxy-group-id"));
     let mut list: Vec<Rule> = user.into_iter().chain(group).collect();
-    list.push(rule(chain, Match::OverLoopback, Action::Return, "ignore-loopback"));
+    list.push(rule(chain, Match::OutputInterfaceLo, Action::Return, "ignore-loopback"));
     list.extend(skip_ports(chain, "out_skip_ports", &options.outbound_skip_ports));
     let sets = [(Family::V4, "out_skip_dst4"), (Family::V6, "out_skip_dst6")];
     let sets = sets
@@ -381,7 +386,7 @@ impl Rules {
         rules
             .list
             .iter_mut()
-            .for_each(|rule| rule.matches.retain(|criterion| *criterion != Match::ToLocal));
+            .for_each(|rule| rule.matches.retain(|criterion| *criterion != Match::ToLocalAddress));
         (rules != *self).then_some(rules)
     }
 }
@@ -450,7 +455,7 @@ impl Chain {
 
 /// The name of our table.
 pub const TABLE: &str = "l5d_init";
-/// A chain without a hook; the comment of its only rule holds the hash.
+/// A chain without a hook; the comment of its only rule contains the hash of the rules ([`crate::nft_script::hash`]).
 pub(crate) const HASH_CHAIN: &str = "rules_hash";
 /// After connection tracking (-200), before NAT (-100).
 const MANGLE_PRIORITY: i32 = -150;

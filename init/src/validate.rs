@@ -128,7 +128,8 @@ async fn check_answer(addr: SocketAddr, token: &str) -> Result<(), ValidateError
     })
 }
 
-/// Exit code if traffic is not redirected, or redirection is not proven; repair controllers depend on it.
+/// Exit code if traffic is not redirected, or redirection is not proven. By this code, the repair controller of Linkerd's CNI
+/// plugin finds the pods that it has to recreate.
 pub const EXIT_CODE_NOT_REDIRECTED_OR_UNPROVEN: u8 = 95;
 const TOKEN_LEN: usize = 63;
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(100);

@@ -92,12 +92,13 @@ fn verify_outbound(options: &Options, family: Family) -> Verdict {
         Family::V4 => Ipv4Addr::LOCALHOST.into(),
         Family::V6 => Ipv6Addr::LOCALHOST.into(),
     };
-    let listener = match TcpListener::bind((loopback, port)) {
+    let listen_addr = SocketAddr::new(loopback, port);
+    let listener = match TcpListener::bind(listen_addr) {
         Ok(listener) => listener,
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
             return Verdict::Skipped(format!("port {port} is in use, probably by the proxy"));
         }
-        Err(error) => return Verdict::Skipped(format!("listening on {loopback}:{port}: {error}")),
+        Err(error) => return Verdict::Skipped(format!("listening on {listen_addr}: {error}")),
     };
     let client = match TcpStream::connect_timeout(&target, CONNECT_TIMEOUT) {
         Ok(stream) => stream.local_addr(),
@@ -143,8 +144,8 @@ fn target(options: &Options, family: Family) -> Option<SocketAddr> {
     Some(SocketAddr::new(ip, port))
 }
 
-/// Destination ports of the test; the first that the options do not skip is used. 1404 is the default of
-/// the validator, 20001 the port that the injector gives it.
+/// Destination ports of the test; the first that the options do not skip is used. 1404 is the default of the validator, 20001 the
+/// port that the injector gives it, and 9 the port of the discard protocol.
 const TEST_PORTS: [u16; 3] = [1404, 20001, 9];
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const ACCEPT_TIMEOUT_MILLIS: u16 = 500;

@@ -114,8 +114,8 @@ pub struct Accept {
     /// Length of the accept queue; default 4096.
     pub backlog: Option<u32>,
     /// Maximum timeout of protocol detection, also if the policy has a longer one. The outbound value also limits discovery (to at
-    /// most 10 s). The inbound value also limits the wait for the ClientHello, and then, counted anew, the rest of the TLS
-    /// handshake. Default 10 s.
+    /// most 10 s). The inbound value also limits the wait for the ClientHello and, separately, the rest of the TLS handshake.
+    /// Default 10 s.
     pub detect_timeout: Duration,
 }
 

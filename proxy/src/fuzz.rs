@@ -39,7 +39,7 @@ pub fn client_hello(bytes: &[u8]) {
 }
 
 /// A detection made on the beginning of a connection does not change with the rest, with one exception: a part of the first line
-/// may look like HTTP/1, and the complete line may not. The server then refuses the request.
+/// can look like HTTP/1 although the complete line does not. The server then refuses the request.
 pub fn detection(bytes: &[u8]) {
     let all = detect::classify(bytes);
     for end in 0..bytes.len() {

@@ -94,8 +94,9 @@ async fn wait(args: &Args) -> Result<(), Duration> {
         loop {
             match request_status(args.port, "GET /ready").await {
                 Ok(200) => return,
-                answer if args.verbose > 0 => eprintln!("linkerd-await: not ready: {answer:?}"),
-                _ => {}
+                _ if args.verbose == 0 => {}
+                Ok(status) => eprintln!("linkerd-await: not ready: the admin server returned {status}"),
+                Err(error) => eprintln!("linkerd-await: not ready: {error}"),
             }
             sleep(args.backoff).await;
         }

@@ -11,9 +11,9 @@ use tulle_proxy::{
 /// Exit code for an invalid configuration, the same as in Linkerd's proxy: `EX_USAGE` of `sysexits.h`.
 const EX_USAGE: u8 = 64;
 
-/// Free memory that the C library keeps, in bytes. By default the C library keeps 128 KiB and returns the rest to the kernel. The
-/// kernel must then zero the pages again for the next large body. That took one twelfth of the time that the proxy spent on the
-/// body. An allocation larger than 128 KiB is still returned immediately.
+/// Maximum free memory at the top of the heap that the C library keeps, in bytes; the rest is returned to the kernel. With the
+/// default of 128 KiB, the kernel must zero the pages again for each large body, which took one twelfth of the time that the
+/// proxy needed to forward the body. An allocation larger than 128 KiB is still returned as soon as it is freed.
 #[cfg(target_env = "gnu")]
 const MALLOC_TRIM_THRESHOLD_BYTES: libc::c_int = 2 << 20;
 

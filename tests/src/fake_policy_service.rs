@@ -107,7 +107,7 @@ impl InboundServerPolicies for PolicyServer {
     type WatchPortStream = ResponseStream<Server>;
 
     async fn get_port(&self, _: Request<PortSpec>) -> Result<Response<Server>, Status> {
-        Err(Status::unimplemented("proxies watch"))
+        Err(Status::unimplemented("proxies call WatchPort"))
     }
 
     async fn watch_port(&self, _: Request<PortSpec>) -> Result<Response<Self::WatchPortStream>, Status> {
@@ -120,7 +120,7 @@ impl OutboundPolicies for PolicyServer {
     type WatchStream = ResponseStream<OutboundPolicy>;
 
     async fn get(&self, _: Request<TrafficSpec>) -> Result<Response<OutboundPolicy>, Status> {
-        Err(Status::unimplemented("proxies watch"))
+        Err(Status::unimplemented("proxies call Watch"))
     }
 
     async fn watch(&self, _: Request<TrafficSpec>) -> Result<Response<Self::WatchStream>, Status> {

@@ -31,7 +31,7 @@ pub fn admin_get(host: &Namespace, path: &str) -> io::Result<String> {
 pub fn http_get(host: &Namespace, port: u16, path: &str) -> io::Result<String> {
     let send_request = || {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
-        stream.set_read_timeout(Some(ADMIN_TIMEOUT))?;
+        stream.set_read_timeout(Some(READ_TIMEOUT))?;
         write!(
             stream,
             "GET {path} HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n"
@@ -51,4 +51,4 @@ pub fn http_get(host: &Namespace, port: u16, path: &str) -> io::Result<String> {
     }
 }
 
-const ADMIN_TIMEOUT: Duration = Duration::from_secs(5);
+const READ_TIMEOUT: Duration = Duration::from_secs(5);

@@ -94,7 +94,7 @@ impl ExternalMachine {
     fn replace(&self, text: &str, control: Ipv4Addr) -> String {
         let control = |port: u16| SocketAddr::from((control, port)).to_string();
         let mut text = text.to_owned();
-        for (theirs, ours) in [
+        for (in_guide, local) in [
             ("172.20.0.8", self.addr.to_string()),
             (
                 "linkerd-dst-headless.linkerd.svc.cluster.local.:8086",
@@ -108,7 +108,7 @@ impl ExternalMachine {
                 self.local_path("/usr/local/bin").display().to_string(),
             ),
         ] {
-            text = text.replace(theirs, &ours);
+            text = text.replace(in_guide, &local);
         }
         text
     }
@@ -135,10 +135,11 @@ impl ExternalMachine {
             .into_iter()
             .filter_map(|(key, flag)| Some(format!("{flag}={}", unit.get(key)?)))
             .collect();
-        let mut settings: Vec<&str> = user.iter().map(String::as_str).collect();
-        settings.push("--clear-groups");
+        let mut setpriv_options: Vec<&str> = user.iter().map(String::as_str).collect();
+        setpriv_options.push("--clear-groups");
         let mut words = unit["ExecStart"].split_whitespace();
-        let mut command = hosts::command(&self.host, &settings, Path::new(words.next().context("a program")?));
+        let program = Path::new(words.next().context("a program")?);
+        let mut command = hosts::command(&self.host, &setpriv_options, program);
         command.args(words).env_clear();
         if let Some(file) = unit.get("EnvironmentFile") {
             let text = fs::read_to_string(file)?;

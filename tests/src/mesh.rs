@@ -163,7 +163,7 @@ impl Builder {
         self
     }
 
-    /// Sets a variable of all proxies. Names of Linkerd's variables are without `LINKERD2_PROXY_`, those of tulle's are complete.
+    /// Sets a variable of all proxies. `LINKERD2_PROXY_` is added to names that do not start with `TULLE_`.
     pub fn env(mut self, name: &str, value: &str) -> Self {
         self.env.push((variable_name(name), value.into()));
         self

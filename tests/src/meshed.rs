@@ -93,8 +93,8 @@ impl MeshedCluster {
         issuer.write(&meshed.file("issuer.crt"), &meshed.file("issuer.key"))?;
         let (crds, control_plane) = (chart_path("tulle-crds"), chart_path("tulle-control-plane"));
         let install = ["install", "--namespace", "linkerd", "--create-namespace"];
-        let gateway_api = ["tulle-crds", &crds, "--set=installGatewayAPI=true"];
-        meshed.helm.run(&[&install[..], &gateway_api].concat())?;
+        let crds_release = ["tulle-crds", &crds, "--set=installGatewayAPI=true"];
+        meshed.helm.run(&[&install[..], &crds_release].concat())?;
         let set = |value: &str, file: &str| format!("--set-file={value}={}", meshed.file(file).display());
         let credentials = [
             set("identityTrustAnchorsPEM", "ca.crt"),
@@ -111,8 +111,10 @@ impl MeshedCluster {
             .chain(&image)
             .map(String::as_str)
             .collect();
-        let named = ["tulle-control-plane", &control_plane];
-        meshed.helm.run(&[&install[..], &named, &set].concat())?;
+        let control_plane_release = ["tulle-control-plane", &control_plane];
+        meshed
+            .helm
+            .run(&[&install[..], &control_plane_release, &set].concat())?;
         meshed.wait_for_control_plane().await?;
         meshed.wait_for_injection().await?;
         Ok(meshed)
@@ -131,18 +133,18 @@ impl MeshedCluster {
         };
         let archive = Path::new(&archive);
         self.cluster.load_archive(archive).await?;
-        let theirs = images::archive_reference(archive)?;
-        let ours = Image::Proxy.reference();
+        let third_party = images::archive_reference(archive)?;
+        let own = Image::Proxy.reference();
         self.has_third_party_proxies = true;
         self.clients_image = match at {
-            ThirdPartyProxies::Servers => Some(ours),
-            ThirdPartyProxies::Clients => Some(theirs.clone()),
+            ThirdPartyProxies::Servers => Some(own),
+            ThirdPartyProxies::Clients => Some(third_party.clone()),
             ThirdPartyProxies::Both => None,
         };
         if at == ThirdPartyProxies::Clients {
             return Ok(Vec::new());
         }
-        let (name, version) = theirs.rsplit_once(':').context("a tag of the image")?;
+        let (name, version) = third_party.rsplit_once(':').context("a tag of the image")?;
         Ok(vec![
             format!("--set=proxy.image.name={name}"),
             format!("--set=proxy.image.version={version}"),
@@ -168,7 +170,7 @@ impl MeshedCluster {
     }
 
     /// With third-party proxies, marks a port opaque on a Service and on the pods of the Deployment of the same name: they need
-    /// this for server-speaks-first protocols; ours detect them.
+    /// this for server-speaks-first protocols, which the proxies of tulle detect.
     ///
     /// # Errors
     /// Fails if the API server refuses.
@@ -196,8 +198,8 @@ impl MeshedCluster {
 
     /// Waits until new pods get a sidecar. The API server ignores an injector that it cannot reach yet.
     async fn wait_for_injection(&self) -> anyhow::Result<()> {
-        let file = self.file("probe.yaml");
-        fs::write(&file, PROBE).context("writing a manifest")?;
+        let file = self.file("injected.yaml");
+        fs::write(&file, INJECTED_POD).context("writing a manifest")?;
         let containers = "jsonpath={.spec.initContainers[*].name}";
         let file = file.display().to_string();
         let args = ["apply", "--dry-run=server", "-f", &file, "-o", containers];
@@ -442,10 +444,10 @@ pub fn assert_all_ok(report: &Report, what: &str) {
     );
 }
 
-const PROBE: &str = "
+const INJECTED_POD: &str = "
 apiVersion: v1
 kind: Pod
-metadata: {name: probe, namespace: default, annotations: {linkerd.io/inject: enabled}}
+metadata: {name: injected, namespace: default, annotations: {linkerd.io/inject: enabled}}
 spec: {containers: [{name: app, image: 'ghcr.io/tulle-mesh/bench:0.1.0'}]}
 ";
 const YEAR: Duration = Duration::from_hours(365 * 24);

@@ -14,19 +14,19 @@ pub(super) struct Check {
     pub(super) description: &'static str,
     pub(super) run: fn(&Snapshot) -> CheckResult,
     /// Whether the check is repeated until it succeeds or the wait time ends.
-    pub(super) retry: RetryPolicy,
+    pub(super) retry: RetryMode,
     /// Whether a failure ends the run.
-    pub(super) on_failure: FailureMode,
+    pub(super) on_failure: OnFailure,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum RetryPolicy {
+pub(super) enum RetryMode {
     Never,
     UntilTimeout,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum FailureMode {
+pub(super) enum OnFailure {
     Continue,
     /// A failure ends the run, because later checks depend on this one.
     Abort,
@@ -37,21 +37,21 @@ impl Check {
         Self {
             description,
             run,
-            retry: RetryPolicy::Never,
-            on_failure: FailureMode::Continue,
+            retry: RetryMode::Never,
+            on_failure: OnFailure::Continue,
         }
     }
 
     pub(super) fn with_retry(self) -> Self {
         Self {
-            retry: RetryPolicy::UntilTimeout,
+            retry: RetryMode::UntilTimeout,
             ..self
         }
     }
 
     pub(super) fn fatal(self) -> Self {
         Self {
-            on_failure: FailureMode::Abort,
+            on_failure: OnFailure::Abort,
             ..self
         }
     }

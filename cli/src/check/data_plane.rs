@@ -391,7 +391,7 @@ fn redis_clusters(snapshot: &Snapshot) -> CheckResult {
     }
     Err(warning(
         listing(
-            "these pods do not see the addresses of their peers, and find no other member:",
+            "these pods do not see the addresses of their peers, so they find no other members of their Redis Cluster:",
             &full_names(&pods),
         ),
         format!("annotate their pod template with {}=tproxy", annotation::INBOUND_MODE),

@@ -289,8 +289,9 @@ fn is_ready(node: &k8s_openapi::api::core::v1::Node) -> bool {
         .any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
-/// Leaf certificates are back-dated by 20 s. The limit is smaller, because the leases were renewed some seconds before the API
-/// server's time was read, so the measured difference is smaller than the real one.
+/// Certificates that a node signs are not yet valid for others if its clock is ahead by more than 20 s: leaf certificates are
+/// back-dated by this time. The limit is smaller, because the measured difference is smaller than the real one: a lease is
+/// renewed some seconds before the time of the API server is read.
 const MAX_CLOCK_AHEAD_SECONDS: i64 = 15;
 /// By default, a node that does not renew its lease stays ready for up to 60 s: the `node-monitor-grace-period` of 50 s (40 s before
 /// Kubernetes 1.32), and two intervals of 5 s between the checks of leases. The lease of a ready node is older than this only if the

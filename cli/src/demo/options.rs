@@ -65,7 +65,7 @@ Builds a mesh in network namespaces: a control plane fed from manifests; a load 
 replicas of which one is slow, a WebSocket service `ws` and a TCP service `tcp`, each with redirected traffic and a
 sidecar; and a host `outside` the mesh, which is refused. Then shows one row per edge, each second:
 
-  REQ/S, SUCCESS, P50..P99  what the client sees; latency from the time a request was due
+  REQ/S, SUCCESS, P50..P99  what the client sees; latency from the scheduled time of a request
   BYTES/S                   payload in both directions
   CLIENT IDENTITY           identity verified by the server's sidecar; `-` if none
   SERVER IDENTITY           identity verified by the client's sidecar

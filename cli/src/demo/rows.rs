@@ -23,7 +23,7 @@ pub(super) struct Row {
     pub(super) requests_per_second: f64,
     /// From 0 to 1; `None` without requests.
     pub(super) success_rate: Option<f64>,
-    /// Latency of responses and timeouts, from the time a request was due; `None` if no request succeeded.
+    /// Latency of responses and timeouts, from the scheduled time of a request; `None` if no request succeeded.
     pub(super) latency_ms: Option<LatencyMs>,
     /// Payload in both directions.
     pub(super) bytes_per_second: f64,

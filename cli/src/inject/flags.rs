@@ -39,7 +39,7 @@ pub(super) struct ProxyFlags {
     /// Networks of clients whose inbound connections bypass the proxy, such as 10.0.0.0/8
     #[arg(long, value_name = "CIDRS")]
     skip_subnets: Option<String>,
-    /// How connections are redirected to the proxy: redirect, or tproxy, which preserves client addresses
+    /// How inbound connections reach the proxy: redirect, or tproxy, which preserves client addresses
     #[arg(long, value_name = "MODE")]
     inbound_mode: Option<String>,
     /// Ports whose traffic the proxy treats as opaque; also set on Services

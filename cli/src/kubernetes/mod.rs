@@ -69,7 +69,8 @@ impl Flags {
     /// Fails if there is no kubeconfig, or if it is incomplete.
     pub(crate) async fn connect(&self) -> anyhow::Result<Cluster> {
         if self.verbose {
-            let _already_started = logging::init("warn,kube=debug", logging::Format::Plain);
+            // Fails only if an earlier call has started logging.
+            let _ = logging::init("warn,kube=debug", logging::Format::Plain);
         }
         let config = self.config().await?;
         let namespace = config.default_namespace.clone();

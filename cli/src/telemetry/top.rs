@@ -203,7 +203,7 @@ impl Top {
     }
 }
 
-/// The name of the other end: its identity, its workload or its IP address, whichever is known first.
+/// The name of the other end: its identity if it is known, otherwise its workload, otherwise its IP address.
 fn peer_name(endpoint: &TapEndpoint) -> String {
     let label = |name: &str| endpoint.metadata.get(name).filter(|value| !value.is_empty());
     if let Some(id) = label("client_id") {

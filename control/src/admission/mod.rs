@@ -5,7 +5,7 @@
 //! allows routes of the Gateway API that have no parent in the mesh, accepts an object with `generateName` and no name, and returns
 //! warnings. It reads no other objects: conflicts and missing references are reported in the status.
 //!
-//! Permissions: none.
+//! RBAC: none.
 
 mod policy;
 mod profile;

@@ -18,7 +18,7 @@ pub(super) fn review(req: Request) -> AdmissionResponse {
     let Some(object) = req.object else {
         return AdmissionResponse::deny("the request has no object");
     };
-    let value = decodable_value(object, req.namespace.as_deref());
+    let value = validated_parts(object, req.namespace.as_deref());
     match resources::decode(kind, &value) {
         // Routes of other controllers are not validated.
         Ok(object)
@@ -65,7 +65,7 @@ fn validated_kind(kind: &GroupVersionKind) -> Option<Kind> {
 }
 
 /// The parts of the object that are validated. If the name is not generated yet, `generateName` replaces it.
-fn decodable_value(object: DynamicObject, namespace: Option<&str>) -> Value {
+fn validated_parts(object: DynamicObject, namespace: Option<&str>) -> Value {
     let DynamicObject { metadata, mut data, .. } = object;
     let namespace = metadata.namespace.as_deref().or(namespace);
     let mut value = json!({

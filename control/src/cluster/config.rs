@@ -29,7 +29,7 @@ pub struct Config {
     pub global_egress_namespace: String,
     /// The objects that endpoints are read from. Default EndpointSlices.
     pub endpoints_source: EndpointsSource,
-    /// Whether IPv6 endpoints are served. Default no. The program sets it from `--enable-ipv6`, whose default is yes.
+    /// Whether IPv6 endpoints are served. Default no here, and yes for the flag `--enable-ipv6`, which sets it.
     pub ipv6: Ipv6,
     /// Whether clients are instructed to use HTTP/2 to meshed endpoints. Default yes.
     pub h2_upgrade: H2Upgrade,

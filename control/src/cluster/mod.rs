@@ -37,7 +37,7 @@ use crate::cluster::diagnostics::ineffective_references::IneffectiveReferences;
 use crate::cluster::diagnostics::object_metrics::ObjectMetrics;
 use crate::cluster::diagnostics::server_port_names::ServerPortNames;
 use crate::cluster::metrics::Metrics;
-use crate::cluster::publish::published_value::{EncoderId, PublishedValue, RecentEncodings};
+use crate::cluster::publish::published_value::{EncoderId, PublishedValue, ValuesWithEncodings};
 use crate::cluster::publish::table::{ValueReceiver, ViewTable};
 use crate::cluster::store::objects::{LookupKey, Store};
 use crate::cluster::store::reader::Reader;
@@ -69,7 +69,7 @@ struct Shared {
     synced_at: watch::Sender<Option<Instant>>,
     nodes_changed: watch::Sender<()>,
     next_encoder_id: AtomicUsize,
-    recent_encodings: Arc<RecentEncodings>,
+    values_with_encodings: Arc<ValuesWithEncodings>,
 }
 
 #[derive(Default)]
@@ -155,7 +155,7 @@ impl Cluster {
             synced_at: watch::Sender::new(None),
             nodes_changed: watch::Sender::new(()),
             next_encoder_id: AtomicUsize::new(0),
-            recent_encodings: Arc::default(),
+            values_with_encodings: Arc::default(),
         }))
     }
 
@@ -229,14 +229,14 @@ impl Cluster {
     /// Returns an id that no other gRPC service of this process uses.
     pub fn new_encoder_id(&self) -> EncoderId {
         let id = self.0.next_encoder_id.fetch_add(1, Ordering::Relaxed);
-        EncoderId::new(id, self.0.recent_encodings.clone())
+        EncoderId::new(id, self.0.values_with_encodings.clone())
     }
 
     /// Removes encodings that have not been used for `MIN_ENCODING_LIFETIME`. Never returns.
     pub async fn remove_unused_encodings(&self) -> Infallible {
         loop {
             sleep(MIN_ENCODING_LIFETIME).await;
-            self.0.recent_encodings.remove_unused().await;
+            self.0.values_with_encodings.remove_unused().await;
         }
     }
 
@@ -308,7 +308,8 @@ impl Cluster {
 }
 
 impl Shared {
-    /// Locks the state. Used for each batch of events, and for each stream that begins or ends.
+    /// Locks the state, and records the time for which it is locked. Used for each batch of events, and for each stream that
+    /// begins or ends. Short reads lock `state` without recording the time.
     fn lock(&self) -> StateGuard<'_> {
         let state = self.state.lock();
         StateGuard {

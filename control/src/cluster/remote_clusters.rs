@@ -11,13 +11,13 @@ use crate::cluster::Cluster;
 
 /// The cluster of this control plane, and the other clusters whose endpoints it serves.
 #[derive(Clone)]
-pub struct LinkedClusters {
+pub struct AllClusters {
     pub local: Cluster,
     pub remote: RemoteClusters,
 }
 
-/// A cluster without links.
-impl From<Cluster> for LinkedClusters {
+/// The local cluster, without remote clusters.
+impl From<Cluster> for AllClusters {
     fn from(local: Cluster) -> Self {
         Self {
             local,

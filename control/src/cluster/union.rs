@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep_until};
 use tracing::warn;
 
 use crate::cluster::publish::published_value::PublishedValue;
-use crate::cluster::remote_clusters::{LinkedClusters, RemoteCluster, RemoteClusters};
+use crate::cluster::remote_clusters::{AllClusters, RemoteCluster, RemoteClusters};
 use crate::cluster::views::endpoints::Key;
 use crate::cluster::{Cluster, Subscription};
 use crate::model::endpoints::Endpoints;
@@ -68,7 +68,7 @@ impl UnionSubscription {
 
 /// All unions with subscriptions.
 pub struct Unions {
-    clusters: LinkedClusters,
+    clusters: AllClusters,
     by_key: Mutex<HashMap<Key, Weak<Union>>>,
 }
 
@@ -79,7 +79,7 @@ struct Union {
 }
 
 impl Unions {
-    pub fn new(clusters: LinkedClusters) -> Self {
+    pub fn new(clusters: AllClusters) -> Self {
         Self {
             clusters,
             by_key: Mutex::default(),
@@ -112,7 +112,7 @@ impl Unions {
 struct Merger {
     key: Key,
     local: Subscription<Endpoints>,
-    clusters: LinkedClusters,
+    clusters: AllClusters,
     members: Vec<RemoteMember>,
 }
 
@@ -124,7 +124,7 @@ struct RemoteMember {
 }
 
 impl Merger {
-    fn new(clusters: &LinkedClusters, key: Key) -> Self {
+    fn new(clusters: &AllClusters, key: Key) -> Self {
         Self {
             local: clusters.local.endpoints(key.clone()),
             key,
@@ -145,7 +145,8 @@ impl Merger {
             let is_first = sender.borrow().is_none();
             // After a reconnect, a client replaces its endpoints by those of the first message, so the first message must not omit
             // the endpoints of pending members too early.
-            let must_wait = is_first && (deadline.is_some() || merged.is_empty() && self.has_pending_member());
+            let has_only_pending_members = merged.is_empty() && self.has_pending_member();
+            let must_wait = is_first && (deadline.is_some() || has_only_pending_members);
             if !must_wait {
                 sender.send_if_modified(|sent| {
                     let is_changed = sent.as_deref().is_none_or(|sent| **sent != merged);

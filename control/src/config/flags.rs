@@ -48,8 +48,8 @@ pub(crate) struct Flags {
     /// Kubernetes API server reviews the tokens.
     #[arg(long, value_name = "DIR")]
     pub(super) token_keys: Option<PathBuf>,
-    /// Identity service that signs the certificate of a process without identity; by default the identity service in the
-    /// namespace of the control plane.
+    /// Identity service that signs the certificate of this process, if it does not run identity itself; by default the
+    /// identity service in the namespace of the control plane.
     #[arg(long, value_name = "HOST:PORT")]
     pub(super) identity_svc_addr: Option<Addr>,
     /// Token file for requests to that identity service; read before each request.
@@ -102,8 +102,9 @@ pub(crate) struct Flags {
     /// Whether endpoints in the client's own zone have a higher weight.
     #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
     pub(super) ext_endpoint_zone_weights: bool,
-    /// The ports of meshed workloads to which clients connect through the proxy's inbound port (4143), with a transport
-    /// header: transparent (opaque ports) or transport-header (all ports), except the proxy's admin and control ports.
+    /// Which ports of a meshed workload clients reach through the inbound port of its proxy (4143), with a transport header:
+    /// transparent (opaque ports) or transport-header (all ports). Clients connect to the proxy's admin and control ports
+    /// directly.
     #[arg(long, value_name = "MODE", default_value = "transparent")]
     pub(super) outbound_transport_mode: String,
     /// HTTP/2 settings for clients of meshed endpoints, as JSON.

@@ -94,9 +94,9 @@ pub enum TokenVerification {
 /// Settings of the admission webhooks.
 #[derive(Clone, Debug)]
 pub struct Webhooks {
-    /// Paths of the mounted certificate and key that all webhooks and the telemetry API share. For a path `/a/tls.crt`, each of
-    /// these servers uses `/a/<name of its Service>/tls.crt` instead, if that exists. Without a mounted certificate it keeps its
-    /// own in a Secret.
+    /// Paths of the mounted certificate and key, such as `/a/tls.crt`, that all webhooks and the telemetry API share. A server
+    /// uses its own `/a/<name of its Service>/tls.crt` instead of the shared one if it exists. If neither is mounted, the server
+    /// creates a certificate and keeps it in a Secret.
     pub certificate_paths: webhook::mounted_certificate::Paths,
     /// Whether policies are validated on admission. Default enabled; it has no effect without Kubernetes.
     pub policy_admission: Admission,

@@ -9,16 +9,16 @@ pub mod server;
 mod target;
 mod translate;
 
-use crate::cluster::remote_clusters::LinkedClusters;
+use crate::cluster::remote_clusters::AllClusters;
 use crate::destination::config::Config;
 use crate::destination::server::Service;
 use crate::grpc;
 use crate::tls::mesh_credentials::ClientCertificates;
 
-/// Creates the gRPC service. A stream ends with its connection. If client certificates are required, the context token of a client
-/// can name only the client's own namespace.
+/// Creates the gRPC service. It never ends a stream: a stream lasts as long as its connection. If client certificates are
+/// required, the context token of a client can name only the client's own namespace.
 pub fn server(
-    clusters: impl Into<LinkedClusters>,
+    clusters: impl Into<AllClusters>,
     client_certificates: ClientCertificates,
     config: Config,
 ) -> grpc::Service<Service> {

@@ -18,7 +18,7 @@ use tulle_proto::destination::destination_server::SERVICE_NAME;
 use tulle_proto::destination::{DestinationProfile, GetDestination};
 
 use crate::cluster::publish::published_value::{EncoderId, EncodingKey, PublishedValue};
-use crate::cluster::remote_clusters::{LinkedClusters, RemoteCluster, RemoteClusters};
+use crate::cluster::remote_clusters::{AllClusters, RemoteCluster, RemoteClusters};
 use crate::cluster::union::{MemberEndpoints, UnionEndpoints, UnionSubscription, Unions};
 use crate::cluster::views::{endpoints, profiles};
 use crate::cluster::{Cluster, GaugeGuard, Subscription};
@@ -50,7 +50,7 @@ struct Shared {
 }
 
 impl Service {
-    pub(super) fn new(clusters: LinkedClusters, client_certificates: ClientCertificates, config: Config) -> Self {
+    pub(super) fn new(clusters: AllClusters, client_certificates: ClientCertificates, config: Config) -> Self {
         let encoder_id = clusters.local.new_encoder_id();
         Self {
             shared: Arc::new(Shared {
@@ -276,7 +276,8 @@ impl Shared {
     }
 }
 
-/// Replaces the message of an InvalidArgument status by one that contains the path.
+/// Replaces the message of an InvalidArgument status by one that contains the path: as in Linkerd, Get has one message for all
+/// invalid paths, and GetProfile has several. Other statuses are returned unchanged.
 fn invalid_authority(status: Status, path: &str) -> Status {
     if status.code() == tonic::Code::InvalidArgument {
         return Status::invalid_argument(TargetError::Authority(path.to_owned()).to_string());

@@ -31,7 +31,7 @@ pub(super) struct ClientLocation {
     pub(super) zone: Option<Arc<str>>,
 }
 
-/// The endpoints of one Service. A client has several members if its target is a federated Service.
+/// The endpoints of one Service. There are several members if the target of the client is a federated Service.
 #[derive(Clone, Copy)]
 pub(super) struct Member<'a> {
     pub(super) service: &'a NamespacedName,
@@ -68,7 +68,7 @@ pub(super) fn difference(
 ) -> Vec<Update> {
     let sent = before.map(|(before, location)| UsableEndpoints::from_members(before, location));
     let usable = UsableEndpoints::from_members(now, location);
-    // The message for an endpoint depends on the client's zone.
+    // The message for an endpoint depends on the client's zone, so all endpoints are sent again after a change of the zone.
     let zone_changed = before.is_some_and(|(_, before)| before.zone != location.zone);
     let mut added: Vec<(&Member<'_>, Vec<WeightedAddr>)> = Vec::new();
     for endpoints in &usable {

@@ -75,7 +75,7 @@ pub(super) enum CertifyError {
     Username(String),
     #[error(
         "the token is for service account {service_account:?} in namespace {namespace:?}, which cannot form an identity: both \
-         names must be DNS labels, of lower-case letters, digits and '-', at most 63; use a service account with another name"
+         names must be DNS labels of at most 63 lower-case letters, digits and '-'; use a service account with another name"
     )]
     NotDnsLabel { namespace: String, service_account: String },
     #[error("the token is for {authenticated}, but the request is for {requested}")]

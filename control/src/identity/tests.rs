@@ -319,7 +319,7 @@ async fn a_subject_that_is_no_service_account_is_refused() {
         ),
         ("system:serviceaccount::web", r#"service account "web" in namespace """#),
     ] {
-        for part in [names, "at most 63; use a service account with another name"] {
+        for part in [names, "digits and '-'; use a service account with another name"] {
             test.assert_refused(|req| req.token = sign(sub), Code::FailedPrecondition, part)
                 .await;
         }

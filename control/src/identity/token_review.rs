@@ -91,7 +91,10 @@ impl TokenReviews {
             let Err(err) = permission else { return };
             let text = ErrorChain(&err).to_string();
             if last_reason.as_ref() != Some(&text) {
-                warn!(error = text, "not ready");
+                warn!(
+                    error = text,
+                    "not ready: the permission to review tokens is not confirmed yet"
+                );
             }
             latch.set_reason(&text);
             last_reason = Some(text);

@@ -210,7 +210,7 @@ fn apply_annotation(values: &mut Values, key: &str, text: &str) -> Result<(), In
     Ok(())
 }
 
-/// Applies an annotation that changes the behaviour of the proxy.
+/// Applies an annotation that [`apply_annotation`] leaves to it: settings other than images, ports, resources and users.
 fn apply_behaviour_annotation(values: &mut Values, key: &str, text: &str) -> Result<(), InvalidValue> {
     let proxy = &mut values.proxy;
     match key {

@@ -213,7 +213,7 @@ impl SkipReason {
             Self::InvalidAtWorkload => "invalid_inject_annotation_at_workload",
             Self::Disabled => "injection_disable_annotation_present",
             Self::NotEnabled => "injection_enable_annotation_absent",
-            // (sic) The name in Linkerd's metrics.
+            // Linkerd's metrics have this name, with the second `account` at its end.
             Self::NoServiceAccountToken => "disabled_automount_service_account_token_account",
             Self::Windows => "windows_node",
             Self::InvalidRestriction => "invalid_restriction",

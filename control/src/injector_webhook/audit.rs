@@ -252,7 +252,7 @@ pub fn is_selected(
 /// Namespaces that the chart's default selector exempts.
 const DEFAULT_EXEMPT_NAMESPACES: [&str; 2] = ["kube-system", "cert-manager"];
 const PAGE_SIZE: u32 = 500;
-/// Time after the injector's start until all API servers call it.
+/// Time from the first to the second audit. After this time, all API servers call the injector.
 const SECOND_AUDIT_DELAY: Duration = Duration::from_secs(15);
 
 #[cfg(test)]

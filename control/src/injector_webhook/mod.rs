@@ -6,7 +6,7 @@
 //! or would never get a certificate. A pod of the control plane's namespace or of `kube-system` is never denied, because
 //! the cluster needs these pods to recover.
 //!
-//! Permissions: cluster-wide `get`, `list`, `watch` of `namespaces`, `replicasets` (apps), `jobs` (batch); `list` of
+//! RBAC: cluster-wide `get`, `list`, `watch` of `namespaces`, `replicasets` (apps), `jobs` (batch); `list` of
 //! `pods`; `create`, `patch` of `events` (events.k8s.io); and the permissions of `webhook/certificate_controller.rs`. The ConfigMaps
 //! with values and trust anchors are mounted.
 

@@ -32,7 +32,7 @@ pub enum CredentialsError {
     OtherCluster { cluster: String },
     #[error("it has no annotation {0}")]
     NoAnnotation(&'static str),
-    #[error("it has no key {KEY}")]
+    #[error("it has no key {KUBECONFIG_KEY}")]
     NoKubeconfig,
     #[error("its kubeconfig has {0} bytes; at most {MAX_KUBECONFIG_BYTES} are accepted")]
     TooLarge(usize),
@@ -44,8 +44,8 @@ pub enum CredentialsError {
     #[error("its kubeconfig is not YAML with the fields of a kubeconfig")]
     NotYaml,
     #[error(
-        "its kubeconfig has the field {0}, which is not supported here: programs are not run and files are not read; put a token \
-         or certificates into the kubeconfig itself"
+        "its kubeconfig has the field {0}, which is not supported here: a kubeconfig cannot refer to programs, files or proxies; \
+         put a token or certificates into the kubeconfig itself"
     )]
     Unsupported(&'static str),
 }
@@ -56,7 +56,7 @@ pub enum CredentialsError {
 /// # Errors
 /// Fails if there is no valid kubeconfig, or if it refers to a program, a file or a proxy.
 pub async fn read(secret: &Secret) -> Result<Access, CredentialsError> {
-    let data = secret.data.as_ref().and_then(|data| data.get(KEY));
+    let data = secret.data.as_ref().and_then(|data| data.get(KUBECONFIG_KEY));
     let bytes = &data.ok_or(CredentialsError::NoKubeconfig)?.0;
     if bytes.len() > MAX_KUBECONFIG_BYTES {
         return Err(CredentialsError::TooLarge(bytes.len()));
@@ -76,7 +76,7 @@ pub async fn read(secret: &Secret) -> Result<Access, CredentialsError> {
     let mut config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default())
         .await
         .map_err(invalid)?;
-    // kube sets a proxy by the environment of this process. Proxies are not supported.
+    // kube takes the URL of a proxy from this process's environment variables. Proxies are not supported.
     config.proxy_url = None;
     config.connect_timeout = Some(CONNECT_TIMEOUT);
     // The watches retry themselves, because they report each failure.
@@ -172,7 +172,7 @@ fn jwt_expiry(token: &str) -> Option<u64> {
 
 /// How long before the expiry of a token a warning is logged.
 pub(crate) const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86_400);
-const KEY: &str = "kubeconfig";
+const KUBECONFIG_KEY: &str = "kubeconfig";
 const MAX_KUBECONFIG_BYTES: usize = 1 << 20;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -185,7 +185,7 @@ mod tests {
     fn secret(kubeconfig: &str) -> Secret {
         let value = ByteString(kubeconfig.as_bytes().to_vec());
         Secret {
-            data: Some([(KEY.to_owned(), value)].into()),
+            data: Some([(KUBECONFIG_KEY.to_owned(), value)].into()),
             ..Secret::default()
         }
     }

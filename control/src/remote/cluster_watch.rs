@@ -1,4 +1,4 @@
-//! Follows one cluster: reads its credentials, lists and watches its objects, and connects anew when the credentials change.
+//! Follows one cluster: reads its credentials, lists and watches its objects, and connects again when the credentials change.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -14,19 +14,18 @@ use tulle_core::error_chain::ErrorChain;
 use tulle_core::metrics::{Gauge, Registry};
 use tulle_core::readiness::Readiness;
 
-use crate::cluster::remote_clusters::{LinkedClusters, RemoteCluster};
+use crate::cluster::remote_clusters::{AllClusters, RemoteCluster};
 use crate::cluster::{Cluster, GaugeGuard};
 use crate::kubernetes;
 use crate::kubernetes::remote_credentials::{EXPIRY_WARNING, LinkedCluster, read_linked_cluster, secret_name};
 use crate::kubernetes::request_layer::RequestRate;
 use crate::kubernetes::watches::{SecretState, SecretWatch};
-
 use crate::source::kubernetes::{RemoteConfig, SourceError, run_remote};
 
 pub(super) struct RemoteClusterWatch {
     /// The cluster's name in labels and annotations.
     pub(super) name: Arc<str>,
-    pub(super) clusters: LinkedClusters,
+    pub(super) clusters: AllClusters,
     /// Client of the local API server.
     pub(super) client: Client,
     pub(super) registry: Registry,
@@ -168,7 +167,7 @@ impl RemoteClusterWatch {
         let left = expires_at.map(|at| at.saturating_sub(now.as_secs()));
         if let Some(left) = left.filter(|left| *left < EXPIRY_WARNING.as_secs()) {
             let (secret, hours) = (secret_name(&self.name), left / 3600);
-            warn!(cluster = %self.name, secret, hours, "the token for the cluster expires soon; create the Secret anew");
+            warn!(cluster = %self.name, secret, hours, "the token for the cluster expires soon; create the Secret again");
         }
     }
 }

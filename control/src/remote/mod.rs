@@ -22,14 +22,14 @@ use tracing::warn;
 use tulle_core::drain::Watch;
 use tulle_core::metrics::{Family, Gauge, Labels, Registry};
 
-use crate::cluster::remote_clusters::{LinkedClusters, RemoteCluster};
+use crate::cluster::remote_clusters::{AllClusters, RemoteCluster};
 use crate::remote::cluster_watch::{Gauges, RemoteClusterWatch};
 use crate::remote::references::ReferencedClusters;
 
 /// Watches the clusters to which Services refer, and keeps what this cluster knows about them up to date.
 pub struct RemoteWatches {
     client: Client,
-    clusters: LinkedClusters,
+    clusters: AllClusters,
     registry: Registry,
     n_listed: Arc<Gauge>,
     up_to_date: Family<Gauge>,
@@ -46,7 +46,7 @@ struct WatchedCluster {
 
 impl RemoteWatches {
     /// Creates the watches. `client` is that of the local API server.
-    pub fn new(client: Client, clusters: LinkedClusters, registry: Registry, drain: Watch) -> Self {
+    pub fn new(client: Client, clusters: AllClusters, registry: Registry, drain: Watch) -> Self {
         clusters.remote.expect_links();
         let help = "Other clusters whose endpoints are served.";
         let n_listed = registry.gauge("cluster_store_size", help).get(&Labels::new());

@@ -288,7 +288,7 @@ fn accepted_ports(
 ) -> Vec<(Option<u16>, DeclaredProtocol)> {
     let service = match parent.kind {
         ParentKind::Service => parents.service(&parent.name),
-        // The protocols of their ports need no lookup: `check_reference` accepts only a port that supports the kind of the route.
+        // `check_reference` has refused a port of an EgressNetwork whose protocol does not support the kind of the route.
         ParentKind::EgressNetwork | ParentKind::Server | ParentKind::Foreign => None,
     };
     let protocol = |port| {
@@ -387,8 +387,8 @@ pub fn overriding_networks<'a>(
     overriding
 }
 
-/// Maximum number of networks in the EgressNetworks of a namespace that are compared. The time of a comparison grows
-/// with the square of this number, so without the limit a user of one namespace could delay all others.
+/// Maximum number of networks in the EgressNetworks of a namespace that are compared, and of exceptions of a network that are
+/// merged. The time grows with the square of this number, so without the limit a user of one namespace could delay all others.
 pub const MAX_COMPARED_NETWORKS: usize = 200;
 
 /// Returns the networks of an EgressNetwork. Without `spec.networks` these are all addresses outside the cluster.

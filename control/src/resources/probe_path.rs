@@ -78,7 +78,7 @@ fn scheme_len(text: &str) -> Result<usize, ()> {
 
 /// Returns the path unchanged if it has only valid characters. Otherwise decodes it, and encodes it again.
 fn encode(raw: &str) -> String {
-    let is_valid = |byte: u8| is_unreserved(byte) || b"!'()*[]%".contains(&byte);
+    let is_valid = |byte: u8| is_never_escaped(byte) || b"!'()*[]%".contains(&byte);
     if raw.bytes().all(is_valid) {
         return raw.to_owned();
     }
@@ -88,7 +88,7 @@ fn encode(raw: &str) -> String {
 fn percent_encode(path: &[u8]) -> String {
     let mut escaped = String::new();
     for byte in path {
-        if is_unreserved(*byte) {
+        if is_never_escaped(*byte) {
             escaped.push(char::from(*byte));
         } else {
             escaped.push_str(&format!("%{byte:02X}"));
@@ -118,7 +118,7 @@ fn percent_decode(text: &str) -> Option<Vec<u8>> {
 }
 
 /// Returns whether a byte is never escaped in a path.
-fn is_unreserved(byte: u8) -> bool {
+fn is_never_escaped(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"-_.~$&+,/:;=@".contains(&byte)
 }
 

@@ -1,9 +1,10 @@
 //! Kubernetes' protobuf encoding of pods and of metadata. Encoding it costs an API server about half as much CPU as JSON.
 //!
 //! The messages declare only the fields that are used; decoding skips all others. They become the types of
-//! `k8s-openapi`, so both encodings are checked and pruned by the same code. An API server writes also the empty value
-//! of a field that is not set; here an empty text and an empty list of conditions become `None`, as in JSON, and readers treat
-//! other empty values like absent ones. Free text can contain bytes that are not UTF-8. They are replaced, as in JSON.
+//! `k8s-openapi`, so both encodings are checked and pruned by the same code. For a field that is not set, an API server writes
+//! the empty value. Here an empty string and an empty list of conditions become `None`, which JSON gives for such a field. The
+//! code that uses the other fields treats an empty value like an absent one. Free text can contain bytes that are not UTF-8.
+//! They are replaced, as in JSON.
 //!
 //! Source: `generated.proto` of `k8s.io/api/core/v1`, `k8s.io/apimachinery/pkg/apis/meta/v1` and
 //! `k8s.io/apimachinery/pkg/util/intstr`.

@@ -7,8 +7,7 @@ use crate::model::remote_discovery::{FederatedMembers, MemberPreference, RemoteD
 use crate::resources::meta::Meta;
 use crate::resources::service::Service;
 
-/// Returns where the endpoints of a Service are found. `None` if the Service has endpoints of its own, as a mirror with a
-/// gateway also has.
+/// Returns where the endpoints of a Service are found. `None` if they are its own, as those of a mirror with a gateway are.
 pub fn discovery(service: &Service) -> Option<RemoteDiscovery> {
     let meta = &service.meta;
     let (remote, local) = (

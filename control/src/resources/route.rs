@@ -622,7 +622,7 @@ impl Route {
         Ok(route)
     }
 
-    /// Sets the parents and their acceptance from the status.
+    /// Sets the parents from the references, and their acceptance from the status.
     pub(super) fn set_parents(&mut self, references: &[ParentRef], status: Option<RawStatus>) {
         self.statuses = status.map(|status| status.parents).unwrap_or_default();
         let namespace = self.meta.namespace();

@@ -18,7 +18,7 @@ use crate::resources::labels::Selector;
 use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::rate_limit::RateLimitPolicy;
-use crate::resources::policy::server::{ProxyProtocol, Server, WorkloadSelector};
+use crate::resources::policy::server::{AccessPolicy, ProxyProtocol, Server, WorkloadSelector};
 use crate::resources::route::{self, Route, RouteKind, Rule, Rules, StreamRule, UnreadablePart};
 use crate::resources::service::PortRef;
 use crate::resources::status::ParentRef;
@@ -147,7 +147,7 @@ fn placeholder_server(object: &Value, meta: Meta, reason: &str) -> Server {
         workloads,
         port: port.and_then(PortRef::from_kubernetes).ok(),
         protocol: ProxyProtocol::deserialize(&spec["proxyProtocol"]).unwrap_or_default(),
-        access_policy: crate::resources::policy::server::AccessPolicy::Deny,
+        access_policy: AccessPolicy::Deny,
         unreadable: Some(reason.into()),
     }
 }

@@ -190,14 +190,14 @@ impl Pod {
     }
 
     /// Returns whether the pod has the label of meshed pods, but no proxy whose ports are known. Such a pod is no endpoint. A pod of
-    /// the control plane needs no proxy.
+    /// the control plane needs no proxy: it terminates TLS itself.
     pub fn lacks_proxy(&self) -> bool {
         let control_plane = self.meta.label(label::CONTROL_PLANE_NS);
         let is_meshed = control_plane.is_some_and(|namespace| !namespace.is_empty());
         is_meshed
             && match self.proxy {
                 ProxyContainer::Present { .. } => false,
-                ProxyContainer::Absent => self.meta.label(CONTROL_PLANE_COMPONENT).is_none(),
+                ProxyContainer::Absent => self.meta.label(label::CONTROL_PLANE_COMPONENT).is_none(),
                 ProxyContainer::Invalid => true,
             }
     }
@@ -531,9 +531,6 @@ impl PartialObjectMetadata {
 
 static PORT_LISTS: Interner<[DeclaredPort]> = Interner::new();
 static PROBE_LISTS: Interner<[(u16, Arc<str>)]> = Interner::new();
-
-/// Label of the control plane's own pods, which terminate TLS themselves and need no sidecar.
-pub const CONTROL_PLANE_COMPONENT: &str = label::CONTROL_PLANE_COMPONENT;
 
 #[cfg(test)]
 mod tests {

@@ -8,7 +8,7 @@ use tulle_core::names::{label, port};
 use crate::resources::Object;
 use crate::resources::service::{EndpointReadiness, Service, ServiceKind};
 use crate::resources::validation;
-use crate::resources::workload::{CONTROL_PLANE_COMPONENT, Pod, PodNetwork, PodPhase, ProxyContainer};
+use crate::resources::workload::{Pod, PodNetwork, PodPhase, ProxyContainer};
 
 /// Sets defaults, readiness and addresses that the manifest omits, removes the status of routes, and validates the object as
 /// admission does.
@@ -70,7 +70,7 @@ fn set_pod_defaults(pod: &mut Pod) -> Result<(), String> {
         .meta
         .label(label::CONTROL_PLANE_NS)
         .is_some_and(|namespace| !namespace.is_empty());
-    if meshed && pod.proxy == ProxyContainer::Absent && pod.meta.label(CONTROL_PLANE_COMPONENT).is_none() {
+    if meshed && pod.proxy == ProxyContainer::Absent && pod.meta.label(label::CONTROL_PLANE_COMPONENT).is_none() {
         pod.proxy = ProxyContainer::Present {
             inbound: Some(port::INBOUND),
             admin: port::ADMIN,

@@ -1,9 +1,8 @@
 //! The directory source: reads manifests from disk instead of from an API server.
 //!
 //! It reads all `.yaml` and `.yml` files below the directory, and reads them again when they change. An invalid file is
-//! reported, and its last valid objects stay. The source adds what a cluster would add: defaults,
-//! phase, readiness and host addresses of pods, readiness of external workloads, and endpoints. So consumers of the events see
-//! the same objects as with Kubernetes.
+//! reported, and its last valid objects stay. The source adds what a cluster would add: defaults, phase, readiness and host
+//! addresses of pods, readiness of external workloads, and endpoints. The events have the same objects as those of an API server.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,7 +23,7 @@ use crate::resources::event::{Event, EventSink};
 use crate::source::manifest::ManifestError;
 use crate::source::manifest_directory::{ManifestDirectory, Reload};
 
-/// The current errors of the manifests. Clones share them.
+/// The current errors and unsupported kinds of the manifests. Clones share them.
 #[derive(Clone)]
 pub struct ManifestReport {
     errors: Arc<Mutex<Vec<ManifestError>>>,
@@ -36,6 +35,7 @@ pub struct ManifestReport {
     _cache_size_gauges: Arc<[Arc<Gauge>]>,
 }
 
+/// By API version and kind.
 type UnsupportedKinds = BTreeMap<(String, String), (Vec<PathBuf>, Arc<Gauge>)>;
 
 impl ManifestReport {

@@ -34,8 +34,8 @@ pub struct ResourceName {
     pub name: String,
 }
 
-/// Golden metrics of the inbound traffic of a group of workloads: all workloads of one owner or, if the query groups by these, one
-/// pod or all workloads of one Service or namespace. The API calls the group a workload.
+/// Golden metrics of the inbound traffic of a group of workloads, which the API calls a workload. The query selects how workloads
+/// are grouped: by owner, Service or namespace, or each pod for itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WorkloadMetrics {

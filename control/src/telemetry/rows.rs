@@ -54,7 +54,7 @@ impl GroupKind {
 }
 
 impl Selection {
-    /// Returns the groups that a workload counts towards. They are none if it is not selected.
+    /// Returns the groups that a workload counts towards. Empty if it is not selected.
     pub(super) fn groups(&self, workload: &Workload) -> Vec<ResourceName> {
         let in_namespace = |kind: &str, name: &str| ResourceName {
             namespace: workload.name.namespace.to_string(),

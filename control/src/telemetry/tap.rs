@@ -318,7 +318,7 @@ impl Tapper {
         let channel = client::connect(&server, Some(leaf)).await?;
         let mut client = TapClient::new(channel);
         Ok(client
-            .observe(tap.request())
+            .observe(tap.observe_request())
             .await
             .map_err(Error::Rejected)?
             .into_inner())
@@ -326,7 +326,7 @@ impl Tapper {
 }
 
 impl TapRequest {
-    fn request(&self) -> ObserveRequest {
+    fn observe_request(&self) -> ObserveRequest {
         let http = |kind| kinds::Match::Http(kinds::Http { r#match: Some(kind) });
         let text = |kind| kinds::http::StringMatch { r#match: Some(kind) };
         let mut matches = Vec::new();

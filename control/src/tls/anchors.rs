@@ -115,12 +115,12 @@ impl TrustAnchors {
     pub(crate) fn verify(
         &self,
         leaf: &CertificateDer<'_>,
-        chain: &[CertificateDer<'_>],
+        issuers: &[CertificateDer<'_>],
         name: &ServerName<'_>,
         now: UnixTime,
     ) -> Result<(), rustls::Error> {
-        self.verifier.verify_server_cert(leaf, chain, name, &[], now)?;
-        super::verify_issuer_constraints(leaf, chain)
+        self.verifier.verify_server_cert(leaf, issuers, name, &[], now)?;
+        super::verify_issuer_constraints(leaf, issuers)
     }
 
     /// Verifies a certificate chain at the current time, leaf first, for any server name.

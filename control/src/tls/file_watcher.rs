@@ -79,7 +79,6 @@ impl FileWatcher {
     ///
     /// Returns after `RESCAN_INTERVAL` at the latest, because some file systems do not report changes.
     pub(crate) async fn wait_for_change(&mut self) {
-        // A timeout also returns: a change could have been missed.
         if timeout(RESCAN_INTERVAL, self.changed.notified()).await.is_ok() {
             sleep(DEBOUNCE_DELAY).await;
         }

@@ -89,7 +89,7 @@ impl ClientCertificates {
 pub struct MeshCredentials {
     name: String,
     client_certificates: ClientCertificates,
-    current: ArcSwapOption<ServerConfig>,
+    server_config: ArcSwapOption<ServerConfig>,
     leaf_and_anchors: ArcSwapOption<(LeafWithKey, TrustAnchors)>,
 }
 
@@ -122,7 +122,7 @@ impl MeshCredentials {
         Self {
             name,
             client_certificates,
-            current: ArcSwapOption::empty(),
+            server_config: ArcSwapOption::empty(),
             leaf_and_anchors: ArcSwapOption::empty(),
         }
     }
@@ -162,7 +162,7 @@ impl MeshCredentials {
             }));
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
-        self.current.store(Some(Arc::new(config)));
+        self.server_config.store(Some(Arc::new(config)));
         self.leaf_and_anchors.store(Some(Arc::new((leaf, anchors.clone()))));
         Ok(())
     }
@@ -176,7 +176,7 @@ impl MeshCredentials {
 
     /// Returns the configuration for the next handshake. `None` before the first certificate.
     pub(crate) fn server_config(&self) -> Option<Arc<ServerConfig>> {
-        self.current.load_full()
+        self.server_config.load_full()
     }
 }
 

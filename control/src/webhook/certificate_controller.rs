@@ -82,7 +82,7 @@ pub struct CertificateController {
     creds: Arc<ServerCredentials>,
     secrets: Api<Secret>,
     configurations: Api<DynamicObject>,
-    kind: ApiResource,
+    configuration_kind: ApiResource,
     /// `None` until the first watch event, `Some(None)` if it does not exist.
     secret: Option<Option<Secret>>,
     /// `None` until the first watch event, `Some(None)` if it does not exist.
@@ -276,11 +276,11 @@ impl BundleTarget {
 
 impl CertificateController {
     pub fn new(client: Client, config: Config, creds: Arc<ServerCredentials>) -> Self {
-        let kind = config.bundle_target.kind();
+        let configuration_kind = config.bundle_target.kind();
         Self {
             secrets: Api::namespaced(client.clone(), &config.namespace),
-            configurations: Api::all_with(client, &kind),
-            kind,
+            configurations: Api::all_with(client, &configuration_kind),
+            configuration_kind,
             config,
             creds,
             secret: None,
@@ -379,7 +379,7 @@ impl CertificateController {
     }
 
     fn is_owner(&self, owner: &OwnerReference) -> bool {
-        owner.kind == self.kind.kind && owner.name == self.config.bundle_target.name()
+        owner.kind == self.configuration_kind.kind && owner.name == self.config.bundle_target.name()
     }
 
     /// Serves an externally managed certificate.
@@ -519,8 +519,8 @@ impl CertificateController {
 
     fn owner(&self, configuration: &DynamicObject) -> OwnerReference {
         OwnerReference {
-            api_version: self.kind.api_version.clone(),
-            kind: self.kind.kind.clone(),
+            api_version: self.configuration_kind.api_version.clone(),
+            kind: self.configuration_kind.kind.clone(),
             name: configuration.name_any(),
             uid: configuration.uid().unwrap_or_default(),
             ..OwnerReference::default()

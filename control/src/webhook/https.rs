@@ -175,8 +175,8 @@ fn max_connections(files: usize, memory: Option<u64>) -> usize {
 const API_SERVER: &str = "API server";
 /// Maximum number of connections. It is lower if the limit of open files or of memory is low.
 const MAX_CONNECTIONS: usize = 1000;
-/// Number of connections below which a small memory does not lower the maximum. A low limit of open files does. An API server needs
-/// a connection for each concurrent review, and admits 200 concurrent changes by default.
+/// A low memory limit does not lower the maximum number of connections below this; a low limit of open files does. An API server
+/// needs a connection for each concurrent review, and admits 200 concurrent changes by default.
 const MIN_CONNECTIONS: usize = 256;
 /// Memory of a connection without a request body: of TLS, of the head of a request, and of a part of a response.
 const BYTES_PER_CONNECTION: u64 = 64 * 1024;

@@ -43,7 +43,7 @@ use server_credentials::ServerCredentials;
 /// handler (the decision).
 pub trait ReviewHandler: Send + Sync + 'static {
     /// Maximum memory in bytes that the handler needs for each JSON object in `spec`, in addition to that for `DynamicObject`. 0 if
-    /// its types are small: then `BYTES_PER_JSON_OBJECT` in `review.rs` is enough for both.
+    /// its types are small: then `BYTES_PER_JSON_OBJECT` in `review.rs` is enough for its types and for `DynamicObject`.
     const TYPED_BYTES_PER_JSON_OBJECT: usize = 0;
 
     /// Decides about an object. An error denies the object; its text is the reason.

@@ -25,7 +25,7 @@ use crate::kubernetes::lease::timing::LeaseTiming;
 use crate::kubernetes::lease::{self, Candidate};
 use crate::resources::event::{Event, EventSink};
 use crate::writeback::config::{Config, StatusesConfig};
-use crate::writeback::slices::service_ports_report::ServicePortsReport;
+use crate::writeback::slices::service_ports_report::UndeclaredPortsReport;
 use crate::writeback::statuses::report::StatusReport;
 
 /// A task that runs until the drain. The process fails if it ends earlier.
@@ -102,8 +102,8 @@ pub fn add_status_report(cluster: &Cluster, settings: StatusesConfig, sink: Even
 /// Adds a report to the sink of a source. The ports of Services that a selected external workload does not declare are counted
 /// and logged, as in [`add_status_report`].
 pub fn add_undeclared_ports_report(cluster: &Cluster, sink: EventSink) -> EventSink {
-    let report = ServicePortsReport::new(cluster.clone());
-    sink.tee(ServicePortsReport::handles, report.sink())
+    let report = UndeclaredPortsReport::new(cluster.clone());
+    sink.tee(UndeclaredPortsReport::handles, report.sink())
 }
 
 impl Task {

@@ -201,7 +201,7 @@ async fn ports_and_readiness_from_a_directory_match_a_cluster() {
 }
 
 #[tokio::test]
-async fn unsupported_fields_are_counted_until_they_are_fixed() {
+async fn unserved_fields_are_counted_until_they_are_fixed() {
     let pod = |annotation: &str| {
         pod(
             "p",

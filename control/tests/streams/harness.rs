@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
-use tulle_control::cluster::remote_clusters::{LinkedClusters, RemoteClusters};
+use tulle_control::cluster::remote_clusters::{AllClusters, RemoteClusters};
 use tulle_control::cluster::{Cluster, Config};
 use tulle_control::grpc::Service;
 use tulle_control::tls::mesh_credentials::ClientCertificates;
@@ -87,7 +87,7 @@ impl Mesh {
         &self,
         config: destination::config::Config,
     ) -> DestinationClient<Service<destination::server::Service>> {
-        let clusters = LinkedClusters {
+        let clusters = AllClusters {
             local: self.cluster.clone(),
             remote: self.remote_clusters.clone(),
         };

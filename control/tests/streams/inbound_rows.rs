@@ -647,7 +647,7 @@ async fn routes_that_do_not_fit_their_server_are_counted() {
         let server = server(&format!("port: 8080, proxyProtocol: {protocol}"));
         let manifests = format!("{}{server}{}", workloads(""), gateway_route("GRPCRoute", parent, "{}"));
         assert_eq!(
-            count_unsupported(&manifests, "spec.parentRefs").await,
+            count_unserved(&manifests, "spec.parentRefs").await,
             expected,
             "{protocol} {parent}"
         );
@@ -670,13 +670,13 @@ async fn a_rate_limit_of_a_grpc_server_denies_requests() {
     let expected = format!("HTTPLocalRateLimitPolicy shop/limit: {cause}");
     assert_eq!(failure(policy.protocol.unwrap().kind.unwrap()), (13, expected));
     for (protocol, expected) in [("HTTP/1", 0), ("gRPC", 1), ("opaque", 1), ("TLS", 1)] {
-        let counted = count_unsupported(&manifests(protocol), "spec.targetRef").await;
+        let counted = count_unserved(&manifests(protocol), "spec.targetRef").await;
         assert_eq!(counted, expected, "{protocol}");
     }
 }
 
-/// Returns the number of objects for which this field is counted as unsupported.
-async fn count_unsupported(manifests: &str, field: &str) -> usize {
+/// Returns the number of objects for which this field is counted as unserved.
+async fn count_unserved(manifests: &str, field: &str) -> usize {
     let mesh = mesh_with(manifests, Config::default()).await;
     let counted = mesh.registry.render();
     let suffix = format!("field=\"{field}\"}} 1");

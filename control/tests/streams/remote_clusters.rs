@@ -177,7 +177,7 @@ async fn a_stream_waits_for_its_cluster_and_follows_it_when_it_is_linked_again()
     let first = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
     let mut stream = with_timeout(opening).await.unwrap();
     assert_eq!(next_summary(&mut stream).await, "+10.2.0.1:8080");
-    // Its objects are listed anew, with new credentials: only the difference is sent.
+    // Its objects are listed again, with new credentials: only the difference is sent.
     let _second = link(&mesh, "east", &exported("app", &["10.2.0.1", "10.2.0.2"])).await;
     drop(first);
     assert_eq!(next_summary(&mut stream).await, "+10.2.0.2:8080");

@@ -369,9 +369,9 @@ async fn an_unreadable_route_to_a_service_fails_with_the_cause() {
     ] {
         for rules in ["7", "[{backendRefs: [{name: web, port: 80, colour: red}]}]"] {
             let lines = policy_lines(kind, rules).await;
-            let is_its = lines[1].starts_with(&format!("gateway {kind} shop/r"));
+            let is_this_route = lines[1].starts_with(&format!("gateway {kind} shop/r"));
             let cause = format!("{status} \"{kind} shop/r: spec.rules: ");
-            assert!(is_its && lines[1].contains(&cause), "{kind} {rules}: {lines:?}");
+            assert!(is_this_route && lines[1].contains(&cause), "{kind} {rules}: {lines:?}");
         }
     }
 }

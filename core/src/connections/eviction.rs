@@ -1,7 +1,7 @@
 //! Counts connections by client, and selects the one to evict.
 //!
 //! A check of a connection marks it as idle until it carries data again. A connection that is still idle at its next check is
-//! evicted (second chance, as in the CLOCK algorithm), so activity is one atomic flag and needs no time per read or write.
+//! evicted (second chance, as in the CLOCK algorithm). So a read or write only sets an atomic flag, and does not read the clock.
 //!
 //! [`Connections`] is pure data: the caller holds the lock of the listener and passes the time. A [`Connection`] is shared with
 //! the tasks that serve it: its activity and its task change without that lock.
@@ -43,8 +43,8 @@ pub(super) struct Connection {
     keys: Mutex<IndexKeys>,
 }
 
-/// The parts of the connection's keys in a [`ConnectionIndex`] that can change; its address cannot. They change only under the
-/// lock of the listener, while the connection is in no index.
+/// The keys of a connection in a [`ConnectionIndex`], without its address, which never changes. They change only under the lock
+/// of the listener, while the connection is in no index.
 struct IndexKeys {
     rank: EvictionRank,
     /// Set once the peer's identity is verified.

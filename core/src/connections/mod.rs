@@ -1,18 +1,18 @@
 //! Connection limit of a listener, shared fairly between clients.
 //!
-//! When the limit is reached, a new connection replaces an open one without a verified identity. The first rule that applies
-//! selects it:
+//! When the limit is reached, a new connection replaces an open one without a verified identity. An unused connection has never
+//! carried a byte; an idle one has carried none since its last check. The first rule that applies selects the connection:
 //! 1. a connection of a client address that has more than its fair share;
 //! 2. a connection of a global IPv6 /64 that has at least a quarter of the limit;
 //! 3. an unused or idle connection of an address that has the most connections, if it has more than one;
-//! 4. an unused connection, but not one in its first second unless many connections are unused; if there is none, the one that
-//!    has been idle for the longest time.
+//! 4. an unused connection; if there is none, the one that has been idle for the longest time. An unused connection is spared in
+//!    its first second, unless more than a quarter of the limit are unused.
 //!
 //! The fair share is the limit divided by the number of clients, but at least four connections.
 //!
-//! The exception is [`SameAddressEviction::UnusedOnly`], with which an address does not lose used connections to its own new
-//! ones: if it has its fair share, and no other address has more connections, its new connection replaces an unused one of its
-//! own, or is refused. Rule 3 respects this, too.
+//! With [`SameAddressEviction::UnusedOnly`] there is an exception: an address does not lose used connections to its own new ones.
+//! If it has its fair share, and no other address has more connections, its new connection replaces an unused one of its own, or
+//! is refused. In rule 3, too, an address loses only unused connections to its own new ones.
 //!
 //! A connection with a verified identity is evicted in two cases only:
 //! - Unverified connections are fewer than a quarter of the limit, and a verified client or identity has more than its fair
@@ -156,9 +156,9 @@ impl ConnectionPermit {
         ConnectionHandle(self.connection.clone())
     }
 
-    /// Whether the server stops the connection: it was evicted, or [`ConnectionHandle::prefer_reset`] was called. `Tcp` in
-    /// `proxy/src/net/io.rs` then ends it with a reset if the peer has acknowledged all data, otherwise with a close. A
-    /// [`Listener`](crate::listener::Listener) ignores this flag: its evicted connections end with a close.
+    /// Whether the connection should end with a reset instead of a close, because the server stops it: it was evicted, or
+    /// [`ConnectionHandle::prefer_reset`] was called. `Tcp` in `proxy/src/net/io.rs` resets such a connection if the peer has
+    /// acknowledged all data. A [`Listener`](crate::listener::Listener) ignores this flag.
     pub fn prefers_reset(&self) -> bool {
         self.connection.prefers_reset.load(Ordering::Relaxed)
     }

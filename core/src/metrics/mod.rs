@@ -98,7 +98,7 @@ impl Registry {
         self.shared.render_hooks.lock().push(Box::new(measure));
     }
 
-    /// All metrics of [`render`](Self::render), and the families without series.
+    /// Describes each metric that [`render`](Self::render) can print, also those that have no series yet.
     pub fn descriptions(&self) -> Vec<Description> {
         let mut out = String::new();
         write_overflow_header(&mut out);

@@ -379,7 +379,7 @@ annotations! {
         objects: "Namespace, Pod",
         values: BOOLEAN,
         default: "`false`",
-        meaning: "Adds the debug container to the pod, if it has an image.",
+        meaning: "Adds the debug container to the pod, if an image is set for it.",
     }
     DEBUG_IMAGE = "config.linkerd.io/debug-image" {
         objects: "Pod",

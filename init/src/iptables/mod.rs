@@ -102,13 +102,13 @@ pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, 
         return Ok(Change::Unchanged);
     }
     // There is no run with `--test` before: it takes as long as the real run, and does not check the rules in the kernel.
-    let done = for_each_family(&plans, |plan| {
+    let done = run_in_parallel(&plans, |plan| {
         restore(flavour, plan.family, &plan.script, wait, RestoreMode::KeepOthers)?;
         verify_applied(flavour, plan.family, rules)
     });
     match done {
         Ok(_) => Ok(Change::Applied),
-        // A failure after the commit needs the undo; without a commit, the undo has no effect.
+        // Some tables may be committed. On the others, the undo has no effect.
         Err(cause) => Err(undo(flavour, &plans, wait, cause)),
     }
 }
@@ -244,7 +244,7 @@ fn verify_applied(flavour: Flavour, family: Family, rules: &Rules) -> Result<(),
 }
 
 fn undo(flavour: Flavour, plans: &[Plan], wait: Duration, cause: IptablesError) -> IptablesError {
-    let undone = for_each_family(plans, |plan| {
+    let undone = run_in_parallel(plans, |plan| {
         let previous = text::undo_script(&plan.script, &plan.saved);
         restore(flavour, plan.family, &previous, wait, RestoreMode::ReplaceTables)
     });
@@ -259,22 +259,24 @@ fn undo(flavour: Flavour, plans: &[Plan], wait: Duration, cause: IptablesError) 
 
 /// The live rules of both families. A family without wanted rules may still have rules of a previous run.
 fn read_all_rules(flavour: Flavour, rules: &Rules) -> Result<Vec<(Family, SavedRules)>, IptablesError> {
-    for_each_family(&[Family::V4, Family::V6], |family| match read_rules(flavour, *family) {
+    run_in_parallel(&[Family::V4, Family::V6], |family| match read_rules(flavour, *family) {
         // A family that is unavailable has no rules of tulle or Linkerd.
         Err(_) if rules.for_family(*family).next().is_none() => Ok((*family, SavedRules::default())),
         saved => Ok((*family, saved?)),
     })
 }
 
-/// Runs `work` for all families in parallel, and waits for all of them; the time is spent in child processes.
-fn for_each_family<F: Sync, T: Send>(
-    families: &[F],
-    work: impl Fn(&F) -> Result<T, IptablesError> + Sync,
+/// Runs `work` for all items (families, or plans of families) in parallel, and waits for all of them; the time is spent in child
+/// processes.
+fn run_in_parallel<I: Sync, T: Send>(
+    items: &[I],
+    work: impl Fn(&I) -> Result<T, IptablesError> + Sync,
 ) -> Result<Vec<T>, IptablesError> {
     let results: Vec<_> = thread::scope(|scope| {
-        let runs: Vec<_> = families.iter().map(|family| scope.spawn(|| work(family))).collect();
-        let ends = runs.into_iter().map(|run| run.join());
-        ends.map(|end| end.unwrap_or_else(|panic| resume_unwind(panic)))
+        let runs: Vec<_> = items.iter().map(|item| scope.spawn(|| work(item))).collect();
+        let joined = runs.into_iter().map(|run| run.join());
+        joined
+            .map(|result| result.unwrap_or_else(|panic| resume_unwind(panic)))
             .collect()
     });
     results.into_iter().collect()
@@ -282,7 +284,7 @@ fn for_each_family<F: Sync, T: Send>(
 
 /// Reads the live rules with the `-save` program. It names no table, because the legacy programs create each table that is named.
 ///
-/// Users other than root cannot list the existing legacy tables, so they have to name them.
+/// Only for users other than root it names the legacy tables, because they cannot list the existing ones.
 fn read_rules(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
     let program = program(flavour, family, "save");
     if flavour == Flavour::Legacy && legacy_tables_in_family(family) == LegacyTables::Unknown {
@@ -294,8 +296,8 @@ fn read_rules(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesEr
     Ok(SavedRules::parse(&run(&program, &[], "")?))
 }
 
-/// The families that can have rules. For the legacy flavour, these are the families with a table. For users other than root, who
-/// cannot list the tables, it returns no family, because [`read_rules`] would create the tables.
+/// The families that can have rules: of the legacy flavour those with a table, of the others both. A user other than root cannot
+/// list the legacy tables; then no family of the legacy flavour is searched, because [`read_rules`] would create the tables.
 fn families_to_search(flavour: Flavour) -> impl Iterator<Item = Family> {
     let families = [Family::V4, Family::V6].into_iter();
     families
@@ -383,6 +385,7 @@ impl fmt::Display for Flavour {
         })
     }
 }
+
 /// The common prefix of the programs for IPv6, such as `ip6tables-nft-restore`.
 const IPV6_PROGRAMS: &str = "ip6tables";
 

@@ -317,16 +317,16 @@ fn match_words(matches: &[Match]) -> String {
             tcp = "-p tcp";
             "-m tcp --tcp-flags FIN,SYN,RST,ACK SYN".to_owned()
         }
-        Match::ToLocal => "-m addrtype --dst-type LOCAL".to_owned(),
-        Match::OverLoopback => {
+        Match::ToLocalAddress => "-m addrtype --dst-type LOCAL".to_owned(),
+        Match::OutputInterfaceLo => {
             interface = "-o lo";
             String::new()
         }
-        Match::FromLoopback => {
+        Match::InputInterfaceLo => {
             interface = "-i lo";
             String::new()
         }
-        Match::FromNonLocal => "-m addrtype ! --src-type LOCAL".to_owned(),
+        Match::FromNonLocalAddress => "-m addrtype ! --src-type LOCAL".to_owned(),
         Match::Marked(mark, direction) => {
             let direction = if *direction == Direction::Original {
                 "ORIGINAL"

@@ -62,7 +62,7 @@ pub fn apply(socket: &mut Socket, rules: &Rules, wait: Duration) -> Result<Appli
     Err(first.unwrap_or(NetlinkError::ConcurrentChange))
 }
 
-/// One of the forms in which rules can be applied.
+/// A form of the rules: the complete rules, or an equivalent for kernels that lack a feature.
 #[derive(Debug)]
 struct Form {
     rules: Rules,

@@ -34,7 +34,7 @@ pub(crate) struct Table {
 #[derive(Clone, Debug)]
 pub(crate) struct Set {
     pub(crate) name: &'static str,
-    /// Without the id, which is valid only within a transaction and never shown.
+    /// The message that creates the set, without its id: ids are valid only within a transaction, and listings have none.
     pub(crate) message: Message,
     id: u32,
     /// First and last key of each range.
@@ -286,7 +286,8 @@ fn after(key: &[u8]) -> Option<Vec<u8>> {
     None
 }
 
-/// The first key of each range (`false`), and the key after its last one (`true`).
+/// The bounds of ranges as nftables stores them: the first key of each range, and the key after its last one, which does not
+/// belong to it. The flag is `true` for the second kind.
 pub(crate) fn bounds(ranges: &[(Vec<u8>, Vec<u8>)]) -> impl Iterator<Item = (Vec<u8>, bool)> + '_ {
     ranges.iter().flat_map(|(first, last)| {
         let end = after(last).map(|end| (end, true));
@@ -322,7 +323,7 @@ fn elements(family: u8, set: &Set) -> Vec<Message> {
     lists.collect()
 }
 
-/// Parses the bounds in a listing of elements.
+/// Parses the bounds in a listing of elements, in the form of [`bounds`].
 ///
 /// The `nft` program puts an element with the key 0 and the flag `INTERVAL_END` first into every set; it ends no range, and is
 /// skipped.
@@ -350,13 +351,13 @@ fn match_expressions(criterion: &Match, family: Option<Family>) -> Vec<Attrs> {
                 compare(NFT_CMP_EQ, &[SYN]),
             ])
             .collect(),
-        Match::ToLocal => vec![
+        Match::ToLocalAddress => vec![
             address_type(NFTA_FIB_F_DADDR),
             compare(NFT_CMP_EQ, &RTN_LOCAL.to_ne_bytes()),
         ],
-        Match::OverLoopback => vec![meta(NFT_META_OIFNAME), compare(NFT_CMP_EQ, &LOOPBACK)],
-        Match::FromLoopback => vec![meta(NFT_META_IIFNAME), compare(NFT_CMP_EQ, &LOOPBACK)],
-        Match::FromNonLocal => vec![
+        Match::OutputInterfaceLo => vec![meta(NFT_META_OIFNAME), compare(NFT_CMP_EQ, &LOOPBACK)],
+        Match::InputInterfaceLo => vec![meta(NFT_META_IIFNAME), compare(NFT_CMP_EQ, &LOOPBACK)],
+        Match::FromNonLocalAddress => vec![
             address_type(NFTA_FIB_F_SADDR),
             compare(NFT_CMP_NEQ, &RTN_LOCAL.to_ne_bytes()),
         ],

@@ -84,7 +84,7 @@ fn run_printed_script(fixture: &Fixture, command: &str, script: &str) {
 }
 
 #[test]
-fn another_namespace_is_programmed_and_only_that_one() {
+fn rules_are_applied_to_another_namespace_and_only_there() {
     if !can_run() {
         return;
     }
@@ -122,7 +122,7 @@ fn another_namespace_is_programmed_and_only_that_one() {
 
 /// The uids and gids in the rules are those of the pod's user namespace; the kernel maps them by 100000.
 #[test]
-fn a_namespace_of_another_user_namespace_is_programmed_from_outside() {
+fn rules_are_applied_from_outside_to_a_namespace_of_another_user_namespace() {
     if !can_run() {
         return;
     }
@@ -320,7 +320,7 @@ fn no_program_is_needed() {
     success(&run(&flags("nft", &[])));
     expect_redirects();
     success(&run(&["--clean"]));
-    // If a chart asks for iptables and it is missing, a warning is logged and native rules are applied.
+    // If a chart asks for iptables and it is missing, a warning is logged, and the rules are applied over netlink.
     let args = [&FLAGS[..], &["--firewall-bin-path", "iptables-nft", "--verify=false"]].concat();
     let output = run(&args);
     success(&output);
@@ -329,7 +329,7 @@ fn no_program_is_needed() {
         "{output:?}"
     );
     expect_redirects();
-    // If iptables is available, it is used, and the native rules are removed.
+    // If iptables is available, it is used, and the rules that were applied over netlink are removed.
     success(&fixture.init(&args));
     let dump = fixture.dump();
     assert!(

@@ -322,11 +322,11 @@ fn add_other_rules(fixture: &Fixture) {
 
 /// A dump without our rules.
 fn without_ours(dump: &str) -> String {
-    let mut table_of_ours = false;
+    let mut in_our_table = false;
     let lines = dump.lines().filter(|line| {
-        table_of_ours |= line.starts_with("table inet l5d_init");
-        let ours = table_of_ours || line.contains("PROXY_INIT");
-        table_of_ours &= *line != "}";
+        in_our_table |= line.starts_with("table inet l5d_init");
+        let ours = in_our_table || line.contains("PROXY_INIT");
+        in_our_table &= *line != "}";
         !ours
     });
     lines.collect::<Vec<_>>().join("\n")
@@ -492,13 +492,13 @@ fn rules_with_precedence_over_ours_are_named_and_detected() {
             "chain OUTPUT of nftables table nat"
         };
         assert!(warnings.contains(chain), "{report}");
-        // The native chains are newer than the foreign ones, so they are evaluated first. A chain that is added later precedes
-        // them, unless they have a lower priority number.
-        let native = |more: &[&str]| fixture.report(&[&FLAGS[..], &["--backend", "nft"], more].concat()).0;
-        assert_eq!(native(&[]), 0);
+        // The chains of the backend `nft` are newer than the foreign ones, so they are evaluated first. A chain that is added
+        // later precedes them, unless they have a lower priority number.
+        let nft = |more: &[&str]| fixture.report(&[&FLAGS[..], &["--backend", "nft"], more].concat()).0;
+        assert_eq!(nft(&[]), 0);
         fixture.sh("nft 'table ip later { chain c { type nat hook output priority -100; tcp dport 1-60000 redirect to :15001; }; }'");
-        assert_eq!(native(&[]), 95);
-        assert_eq!(native(&["--priority", "-101"]), 0);
+        assert_eq!(nft(&[]), 95);
+        assert_eq!(nft(&["--priority", "-101"]), 0);
     }
 }
 

@@ -308,8 +308,8 @@ fn assert_kills_leave_a_known_state(backend: &str, variants: [Vec<&str>; 2], kil
     // From here on, the tables that iptables creates on demand exist.
     fixture.apply(backend, &["--drop-invalid"]);
     let mut run_time = Duration::ZERO;
-    // `variants[1]` runs before `variants[0]`, so that `run_time` ends as the time of `variants[0]`: `variants[1]` can be
-    // `--clean`, which is shorter.
+    // `run_time` keeps the time of the run that is measured last. That is `variants[0]`, because `variants[1]` can be `--clean`,
+    // which takes less time.
     let known_states = [1, 0].map(|variant: usize| {
         let started = Instant::now();
         success(&fixture.init(&variants[variant]));

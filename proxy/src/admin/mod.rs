@@ -201,8 +201,8 @@ fn accepts_json(req: &AdminRequest) -> bool {
         .any(|media_type| JSON_MEDIA_TYPES.contains(&media_type))
 }
 
-/// Only because [`detect::detect`] needs a limit: the admin server has a timeout of 60 s too. That one starts earlier, with the
-/// handshake, and ends the connection first.
+/// The limit of [`detect::detect`]. It is never reached: the admin server has a timeout of 60 s too, which starts earlier, with
+/// the TLS handshake, and ends the connection.
 const FIRST_REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 const JSON_MEDIA_TYPES: &[&str] = &["application/json", "application/*", "*/*"];
 

@@ -33,7 +33,7 @@ pub struct ProfileScope {
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{suffix:?} is not a DNS suffix; expected a comma-separated list of DNS suffixes such as svc.cluster.local. or . for all"
+    "{suffix:?} is not a DNS suffix; expected a comma-separated list of DNS suffixes, such as 'svc.cluster.local', or '.' for all"
 )]
 pub struct ParseSuffixesError {
     suffix: String,
@@ -210,8 +210,8 @@ impl Destinations {
     }
 }
 
-/// Codes that count as refusals. They mean that there is no profile, because the name is not served or not known, or because
-/// several workloads have the address; except `PERMISSION_DENIED`, which means that the proxy may not read it.
+/// Codes that count as refusals. `PERMISSION_DENIED` means that the proxy may not read the profile. The other codes mean that
+/// there is no profile, because the name is not served or not known, or because several workloads have the address.
 const PROFILE_REFUSAL_CODES: &[Code] = &[
     Code::InvalidArgument,
     Code::FailedPrecondition,

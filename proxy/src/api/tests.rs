@@ -148,7 +148,8 @@ const BACKOFF: Backoff = Backoff {
     max: Duration::from_millis(50),
     jitter: 0.1,
 };
-const ANYWHERE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 0);
+/// A loopback address whose port the kernel chooses.
+const ANY_LOCAL_PORT: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 0);
 
 /// A destination service that responds to each `Get` call with the next step of a script.
 #[derive(Clone, Default)]
@@ -292,7 +293,7 @@ async fn scripted(steps: impl IntoIterator<Item = Step>) -> (Scripted, Server, C
     let authority = Authority::new();
     let script = Scripted::new(steps);
     let creds = authority.credentials(CONTROL);
-    let server = Server::start(ANYWHERE, Some(creds), DestinationServer::new(script.clone())).await;
+    let server = Server::start(ANY_LOCAL_PORT, Some(creds), DestinationServer::new(script.clone())).await;
     let connector = connector(authority.credentials(CLIENT), &Registry::new());
     let channel = connector.channel(server.target(mutual_tls()), test_config());
     (script, server, channel)
@@ -329,7 +330,7 @@ async fn a_watch_does_not_back_off_while_the_control_plane_is_unreachable() {
     let authority = Authority::new();
     let creds = authority.credentials(CONTROL);
     let service = DestinationServer::new(Scripted::new([Step::Send(vec![added(1)])]));
-    let server = Server::start(ANYWHERE, Some(creds.clone()), service.clone()).await;
+    let server = Server::start(ANY_LOCAL_PORT, Some(creds.clone()), service.clone()).await;
     let (addr, target) = (server.addr, server.target(mutual_tls()));
     server.stop().await;
     let limits = StreamLimits {
@@ -513,7 +514,7 @@ async fn known_values_survive_a_restart_of_the_control_plane() {
     };
     let (sender, _left) = oneshot::channel();
     let server = Server::start(
-        ANYWHERE,
+        ANY_LOCAL_PORT,
         Some(creds.clone()),
         serving(vec![Step::Hold(vec![added(1)], sender)]),
     )
@@ -535,7 +536,7 @@ async fn the_connected_replica_and_waiting_calls_are_counted() {
     let authority = Authority::new();
     let (creds, registry) = (authority.credentials(CONTROL), Registry::new());
     let service = DestinationServer::new(Scripted::new([]));
-    let server = Server::start(ANYWHERE, Some(creds.clone()), service.clone()).await;
+    let server = Server::start(ANY_LOCAL_PORT, Some(creds.clone()), service.clone()).await;
     let (addr, target) = (server.addr, server.target(mutual_tls()));
     server.stop().await;
     let mut channel = connector(authority.credentials(CLIENT), &registry).channel(target, test_config());
@@ -648,7 +649,7 @@ async fn a_server_with_another_identity_gets_no_request() {
     let authority = Authority::new();
     let script = Scripted::new([Step::Send(vec![added(1)])]);
     let impostor = authority.credentials("impostor.linkerd.serviceaccount.identity.linkerd.cluster.local");
-    let server = Server::start(ANYWHERE, Some(impostor), DestinationServer::new(script.clone())).await;
+    let server = Server::start(ANY_LOCAL_PORT, Some(impostor), DestinationServer::new(script.clone())).await;
     let connector = connector(authority.credentials(CLIENT), &Registry::new());
     let channel = connector.channel(server.target(mutual_tls()), test_config());
     let mut client = proto::destination_client::DestinationClient::new(channel);
@@ -667,7 +668,7 @@ async fn a_server_with_another_identity_gets_no_request() {
 #[tokio::test]
 async fn loopback_names_are_plaintext_and_tried_on_both_families() {
     let (script, registry) = (Scripted::new([Step::Send(vec![added(7)])]), Registry::new());
-    let server = Server::start(ANYWHERE, None, DestinationServer::new(script)).await;
+    let server = Server::start(ANY_LOCAL_PORT, None, DestinationServer::new(script)).await;
     let authority = Authority::new();
     let target = ControlAddr {
         addr: format!("localhost.:{}", server.addr.port()).parse().unwrap(),

@@ -275,7 +275,7 @@ impl StreamEnd {
     fn log(&self, description: &str, delay: Duration, log: &LogLimiter<Code>) {
         match self {
             Self::Closed(reason) => debug!(description, reason, ?delay, "watch stream closed, reopening it"),
-            // The certificate or the settings of this proxy are wrong; waiting does not help.
+            // A warning, because an operator must correct the certificate or the settings of this proxy.
             Self::Failed(status) if matches!(status.code(), Code::PermissionDenied | Code::Unauthenticated) => {
                 let (code, message) = (status.code(), status.message());
                 warn_limited!(

@@ -61,8 +61,15 @@ pub(super) struct Shutdown {
 
 impl AdminThread {
     /// Runs until the process ends: after a shutdown request, it drains the workers.
-    pub(super) async fn run(self, certificate_latch: Latch, registry: Registry, idle: Duration, shutdown: Shutdown) {
-        let (admin_drain, admin_drain_watch) = drain::channel();
+    pub(super) async fn run(
+        self,
+        certificate_latch: Latch,
+        registry: Registry,
+        metrics_retain_idle: Duration,
+        shutdown: Shutdown,
+    ) {
+        // This drain never starts: the admin server and the tap server run until the process ends.
+        let (_admin_drain, admin_drain_watch) = drain::channel();
         let (span_drain, span_drain_watch) = drain::channel();
         tokio::spawn(self.identity.run(certificate_latch));
         if let Some(memory) = self.memory {
@@ -89,7 +96,7 @@ impl AdminThread {
         tokio::spawn(async move {
             loop {
                 tokio::time::sleep(METRICS_RETIRE_INTERVAL).await;
-                registry.retire(idle);
+                registry.retire(metrics_retain_idle);
             }
         });
         wait_for_shutdown(&shutdown.requested, &shutdown.own_ports).await;
@@ -103,9 +110,6 @@ impl AdminThread {
         {
             tracing::warn!("sending the last trace spans failed");
         }
-        // This drain never starts, and dropping it does not start it: the admin server and the tap server run until the process
-        // ends.
-        drop(admin_drain);
         shutdown.done_tx.send_replace(true);
         std::future::pending::<()>().await;
     }

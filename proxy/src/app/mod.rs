@@ -185,9 +185,9 @@ impl App {
             grace_period: self.config.shutdown_grace_period,
             own_ports: self.own_ports(),
         };
-        let (registry, idle) = (self.registry.clone(), self.config.metrics_retain_idle);
+        let (registry, metrics_retain_idle) = (self.registry.clone(), self.config.metrics_retain_idle);
         let (runtime, admin) = (self.admin_runtime, self.admin);
-        let run_admin = move || runtime.block_on(admin.run(certificate_latch, registry, idle, shutdown));
+        let run_admin = move || runtime.block_on(admin.run(certificate_latch, registry, metrics_retain_idle, shutdown));
         thread::Builder::new().name("admin".into()).spawn(run_admin)?;
         let build = |_: &WorkerListeners| Builder::new_current_thread().enable_all().build();
         let runtimes: Vec<Runtime> = self

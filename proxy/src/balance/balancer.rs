@@ -257,8 +257,7 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    /// As [`Self::pick_and_admit`], but picks an endpoint that is late to respond only while its check may still be answered, or if
-    /// its trial request is due.
+    /// As [`Self::pick_and_admit`], but picks an endpoint that is late to respond only if [`may_get_request`] permits it.
     fn pick_responding(
         &self,
         endpoints: &[Arc<E>],
@@ -266,7 +265,7 @@ impl<E: Candidate> Balancer<E> {
         is_allowed: impl Fn(&Arc<E>) -> bool,
     ) -> Option<Arc<E>> {
         self.pick_and_admit(endpoints, now, |endpoint| {
-            is_allowed(endpoint) && check_if_late(&**endpoint, now)
+            is_allowed(endpoint) && may_get_request(&**endpoint, now)
         })
     }
 
@@ -283,8 +282,9 @@ impl<E: Candidate> Balancer<E> {
             let endpoint = &endpoints[self.choose(endpoints, now, can_be_picked)?];
             let load = endpoint.load();
             let late = load.late_response(now).filter(|_| !endpoint.can_be_checked());
-            let is_taken = late.is_some_and(|late| late.is_trial_due() && !load.try_record_check_or_trial(late, now));
-            if !is_taken && endpoint.breaker().admit(now) {
+            let is_trial_taken =
+                late.is_some_and(|late| late.is_trial_due() && !load.try_record_check_or_trial(late, now));
+            if !is_trial_taken && endpoint.breaker().admit(now) {
                 return Some(endpoint.clone());
             }
         }
@@ -347,10 +347,9 @@ impl<E: Candidate> Balancer<E> {
     }
 }
 
-/// Checks an endpoint that is late to respond and was not checked yet. Returns whether the endpoint may get a request: if it is
-/// late, it gets requests until the answer to the check is late too. If it cannot be checked, it gets only the trial requests that
-/// are due.
-fn check_if_late(endpoint: &impl Candidate, now: Instant) -> bool {
+/// Whether the endpoint may get a request. An endpoint that is late to respond is checked once, and gets requests until the
+/// answer to the check is late too. If it cannot be checked, it gets only trial requests, when they are due.
+fn may_get_request(endpoint: &impl Candidate, now: Instant) -> bool {
     let load = endpoint.load();
     let Some(late) = load.late_response(now) else {
         return true;

@@ -650,8 +650,8 @@ const DEFAULT_QUEUE_CAPACITY: usize = 10_000;
 const MAX_VALUE_CHARS_IN_ERROR: usize = 80;
 /// Variables of Linkerd that have no effect here.
 ///
-/// The list omits `INBOUND_PORTS_REQUIRE_IDENTITY`, which the proxy does not read either. Injectors set it from the annotation of
-/// the same name, which the control plane turns into the policies of these ports.
+/// `INBOUND_PORTS_REQUIRE_IDENTITY` is not in this list although the proxy does not read it: injectors set it from an annotation
+/// that does have an effect, by the policies that the control plane sends for these ports.
 const UNSUPPORTED_VARIABLES: &[&str] = &[
     "OUTBOUND_TCP_QUEUE_CAPACITY",
     "OUTBOUND_TCP_FAILFAST_TIMEOUT",

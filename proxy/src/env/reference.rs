@@ -538,7 +538,7 @@ const DIRECTION_VARIABLES: &[DirectionVariable] = &[
         DURATION,
         [Value("10s"), Value("10s")],
         "Maximum time to detect the protocol of a connection. The outbound variable also limits discovery (to at most 10 s). \
-         The inbound variable also limits the wait for the ClientHello, and then, counted anew, the rest of the TLS handshake.",
+         The inbound variable also limits the wait for the ClientHello and, separately, the rest of the TLS handshake.",
     ),
     direction(
         "ACCEPT_KEEPALIVE",

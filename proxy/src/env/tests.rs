@@ -564,7 +564,7 @@ fn declared_probes_are_read_or_refused_with_the_reason() {
 }
 
 #[test]
-fn traces_need_a_collector_and_unambiguous_attributes() {
+fn traces_need_a_collector_and_valid_attributes() {
     let [addr, name] = TRACE_COLLECTOR;
     let collector = [
         addr,

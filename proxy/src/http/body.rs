@@ -36,11 +36,11 @@ enum BodySource {
     Dyn(Box<dyn ReceivedBody>),
     /// No body: the HTTP/2 stream now carries another protocol. `None` after the tunnel has taken the stream.
     Upgraded(Option<Box<UpgradedStream>>),
-    Replayed(Box<ReplayedBody>),
+    Buffered(Box<BufferedBody>),
 }
 
 /// A body whose first part, or all of it, is buffered.
-struct ReplayedBody {
+struct BufferedBody {
     buffered: VecDeque<Bytes>,
     /// Trailers after `buffered`; `rest` is empty then.
     trailers: Option<HeaderMap>,
@@ -136,7 +136,7 @@ impl Body {
     /// A body that consists of `buffered` and then `rest`.
     pub(crate) fn replayed(buffered: VecDeque<Bytes>, rest: Self) -> Self {
         let trailers = None;
-        Self::from_source(BodySource::Replayed(Box::new(ReplayedBody {
+        Self::from_source(BodySource::Buffered(Box::new(BufferedBody {
             buffered,
             trailers,
             rest,
@@ -146,7 +146,7 @@ impl Body {
     /// A body that was received completely.
     pub(crate) fn buffered(buffered: VecDeque<Bytes>, trailers: Option<HeaderMap>) -> Self {
         let rest = Self::empty();
-        Self::from_source(BodySource::Replayed(Box::new(ReplayedBody {
+        Self::from_source(BodySource::Buffered(Box::new(BufferedBody {
             buffered,
             trailers,
             rest,
@@ -196,7 +196,7 @@ impl Body {
     pub(crate) fn discard_with_result(mut self, result: Result<(), &Error>) {
         self.report_end(result);
         let inner = match self.source {
-            BodySource::Replayed(replayed) => Some(replayed.rest),
+            BodySource::Buffered(body) => Some(body.rest),
             BodySource::Dyn(received) => received.into_inner(),
             _ => None,
         };
@@ -235,13 +235,13 @@ impl Body {
             }
             BodySource::H2(received) => received.poll_frame(cx),
             BodySource::Dyn(received) => received.poll_frame(cx),
-            BodySource::Replayed(replayed) => {
-                if let Some(bytes) = replayed.buffered.pop_front() {
+            BodySource::Buffered(body) => {
+                if let Some(bytes) = body.buffered.pop_front() {
                     Poll::Ready(Some(Ok(Frame::data(bytes))))
-                } else if let Some(trailers) = replayed.trailers.take() {
+                } else if let Some(trailers) = body.trailers.take() {
                     Poll::Ready(Some(Ok(Frame::trailers(trailers))))
                 } else {
-                    Pin::new(&mut replayed.rest).poll_frame(cx)
+                    Pin::new(&mut body.rest).poll_frame(cx)
                 }
             }
         }
@@ -294,8 +294,8 @@ impl http_body::Body for Body {
             BodySource::Full(_) => false,
             BodySource::H2(received) => received.is_end_stream(),
             BodySource::Dyn(received) => received.is_end_stream(),
-            BodySource::Replayed(replayed) => {
-                replayed.buffered.is_empty() && replayed.trailers.is_none() && replayed.rest.is_end_stream()
+            BodySource::Buffered(body) => {
+                body.buffered.is_empty() && body.trailers.is_none() && body.rest.is_end_stream()
             }
         }
     }
@@ -306,9 +306,9 @@ impl http_body::Body for Body {
             BodySource::Full(bytes) => SizeHint::with_exact(bytes.len() as u64),
             BodySource::H2(received) => received.size_hint(),
             BodySource::Dyn(received) => received.size_hint(),
-            BodySource::Replayed(replayed) => {
-                let n_buffered: u64 = replayed.buffered.iter().map(|bytes| bytes.len() as u64).sum();
-                match replayed.rest.size_hint().exact() {
+            BodySource::Buffered(body) => {
+                let n_buffered: u64 = body.buffered.iter().map(|bytes| bytes.len() as u64).sum();
+                match body.rest.size_hint().exact() {
                     Some(rest) => SizeHint::with_exact(n_buffered + rest),
                     None => SizeHint::default(),
                 }

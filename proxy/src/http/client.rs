@@ -54,7 +54,7 @@ pub(crate) struct EndpointClient {
     dial_started_at: Mutex<Option<Instant>>,
     /// A request that waited for a failed dial fails with the cause of the dial.
     failed_dials: Mutex<FailedDials>,
-    params: Http2Config,
+    http2_config: Http2Config,
     pool: Arc<ConnectionPool>,
 }
 
@@ -97,7 +97,7 @@ impl EndpointClient {
     pub(crate) fn new(
         addr: SocketAddr,
         connect: ConnectFn,
-        params: Http2Config,
+        http2_config: Http2Config,
         checks: Option<Arc<PeerChecks>>,
         pool: PoolConfig,
     ) -> Self {
@@ -110,7 +110,7 @@ impl EndpointClient {
             dial_lock: tokio::sync::Mutex::new(()),
             dial_started_at: Mutex::new(None),
             failed_dials: Mutex::default(),
-            params,
+            http2_config,
             pool: ConnectionPool::new(pool.idle_timeout, pool.max_idle, pool.resend),
         }
     }
@@ -179,9 +179,11 @@ impl EndpointClient {
         None
     }
 
-    /// Whether another HTTP/2 connection can be dialled when no stream is free. Not at the limit, and not while the settings
-    /// of a connection are unknown. Nor if a connection has no open stream and still no free one: its peer permits none, and
-    /// another connection would not help.
+    /// Whether another HTTP/2 connection can be dialled when no stream is free. False if
+    /// - the limit of connections is reached,
+    /// - the settings of a connection are unknown, or
+    /// - a connection has no open stream. As it has no free one either, its peer permits none, and another connection would not
+    ///   help.
     fn can_add_http2_connection(&self) -> bool {
         let connections = self.http2.lock();
         connections.len() < MAX_HTTP2_CONNECTIONS
@@ -309,7 +311,7 @@ impl EndpointClient {
         let dialled = {
             let _dialling = DialGuard::start(&self.dial_started_at);
             match (self.connect)(HttpVersion::Http2).await {
-                Ok(io) => http2::connect(io, &self.params, &self.stream_waiters, self.checks.clone()).await,
+                Ok(io) => http2::connect(io, &self.http2_config, &self.stream_waiters, self.checks.clone()).await,
                 Err(error) => Err(error),
             }
         };

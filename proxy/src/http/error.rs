@@ -53,7 +53,7 @@ pub(crate) enum Error {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// An HTTP/1 connection, or an HTTP/2 connection before its first request.
+    /// Either an HTTP/1 connection has closed, or an HTTP/2 connection before its first request.
     #[error("connection to {addr} closed before a response")]
     ConnectionClosed {
         addr: SocketAddr,
@@ -102,7 +102,9 @@ pub(crate) enum Error {
     InvalidRequest(&'static str),
     #[error("the path is ambiguous, and the policy of its destination depends on the path")]
     AmbiguousPath,
-    #[error("the request head has more than {limit} bytes or more than {MAX_HEADERS} header lines")]
+    #[error(
+        "the request head exceeds {limit} bytes (HTTP/2: as header list size) or {MAX_HEADERS} header lines (HTTP/1)"
+    )]
     HeaderTooLarge { limit: usize },
     #[error("the request head was not received within {0:?}")]
     HeaderReadTimeout(Duration),

@@ -159,8 +159,8 @@ pub(crate) fn is_forwarded_trailer(name: &HeaderName) -> bool {
     !is_protected(name) && !is_underscore_alias(name.as_str()) && !hop_by_hop.contains(name)
 }
 
-/// Whether an HTTP/1.1 request asks for an upgrade or a CONNECT tunnel. An upgrade to cleartext HTTP/2 (`h2c`) does not count:
-/// it is answered as HTTP/1.1, which every client accepts.
+/// Whether an HTTP/1.1 request asks for an upgrade or a CONNECT tunnel. An upgrade to a protocol that carries HTTP requests, such
+/// as `h2c` (HTTP/2 without TLS), does not count: the request is answered as HTTP/1.1, which every client accepts.
 pub(crate) fn is_upgrade_request<B>(req: &Request<B>) -> bool {
     if req.version() != Version::HTTP_11 {
         return false;

@@ -131,7 +131,7 @@ impl Certifier {
         let mut due = Deadline::after(Duration::ZERO, self.clock);
         let mut last_error = None;
         loop {
-            // Each branch only waits, except for the certificate request, which has a timeout.
+            // Cancel-safe: the branches only wait. A certificate request delays the other branches, at most for its timeout.
             tokio::select! {
                 () = due.wait() => match self.certify().await {
                     Ok(renewal_delay) => {

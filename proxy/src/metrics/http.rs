@@ -17,7 +17,7 @@ const LATENCY_MS_BUCKETS: &[f64] = &[
     10_000., 20_000., 30_000., 40_000., 50_000.,
 ];
 
-/// The families, shared by both directions.
+/// The families. Those without a prefix are shared by both directions.
 #[derive(Clone)]
 pub(crate) struct Families {
     requests: Family<Counter>,

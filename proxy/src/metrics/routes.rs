@@ -65,7 +65,7 @@ impl Statuses {
         has_error_label: bool,
     ) -> Self {
         Self {
-            family: registry.counter(name, "Completed exchanges, by result"),
+            family: registry.counter(name, "Completed requests, or attempts at a backend, by result"),
             kind,
             status_label,
             has_error_label,

@@ -1,5 +1,5 @@
-//! Finds the listening sockets of the application, in this network namespace. A draining proxy checks whether its application
-//! still accepts traffic. The inbound side distinguishes the ports of the application from ports that clients scan.
+//! Finds the listening sockets of the application in this network namespace. They show a draining proxy whether the application
+//! still accepts traffic, and show the inbound side whether a port is used or clients only scan it.
 
 use std::{
     fs, io,

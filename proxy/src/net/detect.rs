@@ -28,7 +28,7 @@ pub(crate) enum Detection {
 
 /// Start of the HTTP/2 connection preface, long enough to be unambiguous.
 const H2_PREFACE: &[u8] = b"PRI * HTTP/2.0";
-/// Minimum length of an incomplete line that counts as HTTP/1, if it can be the start of a request.
+/// An incomplete line of at least this length counts as HTTP/1 if it can be the start of a request; a shorter one is undecided.
 const MIN_HTTP1_PREFIX_BYTES: usize = H2_PREFACE.len();
 /// Maximum size of one read. A connection that is still undecided after this many bytes is not HTTP.
 pub(super) const MAX_DETECT_BYTES: usize = 4096;

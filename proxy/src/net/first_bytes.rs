@@ -1,8 +1,8 @@
 //! Which side speaks first: HTTP is detected by the client's first bytes; in other protocols the server may speak first.
 //!
 //! If a client is silent for a moment, the server is dialled too, and the side that sends first decides the protocol. The
-//! result is remembered for each target: later connections dial the server at once if it speaks first, or a little later if
-//! the client does.
+//! result is remembered for each target: later connections dial the server at once if it speaks first, and wait longer before
+//! the dial if the client does.
 
 use std::{
     future::Future,
@@ -60,12 +60,12 @@ pub(crate) enum FirstBytes {
 
 impl FirstBytes {
     /// The result of detection on the client's bytes, if the server has sent none. HTTP is recorded in `learned`.
-    fn from_client(detection: Detection, seen: BytesMut, server: Option<Io>, learned: &LearnedSpeaker) -> Self {
+    fn from_client(detection: Detection, client_bytes: BytesMut, server: Option<Io>, learned: &LearnedSpeaker) -> Self {
         let protocol = match detection {
             Detection::Detected(protocol) => protocol,
             Detection::Closed => return Self::Closed,
             // A slow HTTP client: the HTTP server has its own timeout and answers with an error.
-            Detection::TimedOut if detect::is_partial_request_with_method(&seen) => DetectedProtocol::Http1,
+            Detection::TimedOut if detect::is_partial_request_with_method(&client_bytes) => DetectedProtocol::Http1,
             Detection::TimedOut => DetectedProtocol::NotHttp,
         };
         // Only HTTP proves that the client speaks first: a client of a server-first protocol may send early, without waiting for
@@ -74,7 +74,7 @@ impl FirstBytes {
             learned.record(CLIENT_FIRST);
         }
         Self::ClientOrNeither {
-            client_bytes: seen.freeze(),
+            client_bytes: client_bytes.freeze(),
             protocol,
             server,
         }
@@ -114,22 +114,22 @@ where
     C: AsyncRead + Unpin,
     F: Future<Output = Option<Io>>,
 {
-    let mut seen = BytesMut::new();
+    let mut client_bytes = BytesMut::new();
     let wait = learned.client_wait().min(limit);
     if wait > Duration::ZERO {
-        match detect::detect(client, &mut seen, wait).await? {
+        match detect::detect(client, &mut client_bytes, wait).await? {
             Detection::TimedOut if wait < limit => {}
-            detection => return Ok(FirstBytes::from_client(detection, seen, None, learned)),
+            detection => return Ok(FirstBytes::from_client(detection, client_bytes, None, learned)),
         }
     }
     let remaining = limit - wait;
-    // Boxed: rare, and this future is much larger than that of a usual request.
-    if seen.is_empty() {
+    // Boxed: rare, and otherwise this large future would be a part of every connection's future.
+    if client_bytes.is_empty() {
         return Box::pin(dial_and_wait(client, learned, remaining, dial)).await;
     }
     // The client has sent part of a request, so it speaks first.
-    let detection = Box::pin(detect::detect(client, &mut seen, remaining)).await?;
-    Ok(FirstBytes::from_client(detection, seen, None, learned))
+    let detection = Box::pin(detect::detect(client, &mut client_bytes, remaining)).await?;
+    Ok(FirstBytes::from_client(detection, client_bytes, None, learned))
 }
 
 /// Continues a [`wait_for_either`] in which neither side sent a byte, for up to `limit`. `server` is the dialled connection.
@@ -154,9 +154,9 @@ pub(crate) async fn wait_for_client<C: AsyncRead + Unpin>(
     learned: &LearnedSpeaker,
     limit: Duration,
 ) -> io::Result<FirstBytes> {
-    let mut seen = BytesMut::new();
-    let detection = detect::detect(client, &mut seen, limit).await?;
-    Ok(FirstBytes::from_client(detection, seen, None, learned))
+    let mut client_bytes = BytesMut::new();
+    let detection = detect::detect(client, &mut client_bytes, limit).await?;
+    Ok(FirstBytes::from_client(detection, client_bytes, None, learned))
 }
 
 /// Which side has sent the first bytes.
@@ -177,10 +177,10 @@ where
     C: AsyncRead + Unpin,
     F: Future<Output = Option<Io>>,
 {
-    let (mut seen, mut server_bytes) = (BytesMut::new(), BytesMut::new());
+    let (mut client_bytes, mut server_bytes) = (BytesMut::new(), BytesMut::new());
     let give_up_at = Instant::now() + limit.min(CLIENT_WAIT_IF_DIAL_FAILS);
     let speaker = {
-        let mut detecting = pin!(detect::detect(client, &mut seen, limit));
+        let mut detecting = pin!(detect::detect(client, &mut client_bytes, limit));
         // The client may still send while the server is dialled.
         tokio::select! {
             biased;
@@ -210,11 +210,11 @@ where
             learned.record(SERVER_FIRST);
             Ok(FirstBytes::Server {
                 server: server.prepend(server_bytes.freeze()),
-                client_bytes: seen.freeze(),
+                client_bytes: client_bytes.freeze(),
             })
         }
         FirstSpeaker::ClientOrNeither(detection, server) => {
-            Ok(FirstBytes::from_client(detection, seen, server, learned))
+            Ok(FirstBytes::from_client(detection, client_bytes, server, learned))
         }
     }
 }

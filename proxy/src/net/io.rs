@@ -163,7 +163,7 @@ impl Tcp {
         }
     }
 
-    /// Whether TLS must buffer `len` bytes. The write then returns `Pending` and registers no waker. rustls keeps the bytes
+    /// Whether a write of `len` bytes is held back. It then returns `Pending` and registers no waker, and rustls keeps the bytes
     /// until the owner disables buffering and flushes.
     fn must_buffer(&self, len: usize) -> bool {
         self.write_buffering && len < MAX_BUFFERED_BYTES
@@ -230,7 +230,8 @@ impl Io {
         self.transport().reset_on_drop();
     }
 
-    /// Makes the kernel acknowledge received data immediately: some clients wait for this before they send more.
+    /// Makes the kernel acknowledge received data immediately: some clients wait for this before they send more. No effect under
+    /// TLS.
     pub(crate) fn enable_quickack(&self) {
         if let Stream::Tcp(Tcp { stream, .. }) = &self.stream
             && let Err(error) = SockRef::from(stream).set_tcp_quickack(true)

@@ -24,7 +24,7 @@ pub(crate) fn set_transparent<'a>(socket: impl Into<SockRef<'a>>) -> io::Result<
 /// # Errors
 /// The connection fails, or every source port is in use.
 pub(crate) async fn connect(client: IpAddr, addr: SocketAddr) -> io::Result<TcpStream> {
-    let random = std::iter::repeat_with(|| fastrand::u16(SOURCE_PORTS)).take(MAX_PORT_ATTEMPTS);
+    let random = std::iter::repeat_with(|| fastrand::u16(SOURCE_PORTS)).take(MAX_RANDOM_PORTS);
     let mut last_error = io::Error::from(io::ErrorKind::AddrInUse);
     // Port 0 is last: the kernel then chooses a port.
     for port in random.chain([0]) {
@@ -52,5 +52,5 @@ async fn connect_from(from: SocketAddr, to: SocketAddr) -> io::Result<TcpStream>
 /// 60999), so that the connection to the application cannot have the same addresses and ports as the client's connection to
 /// the proxy.
 const SOURCE_PORTS: RangeInclusive<u16> = 61_000..=65_535;
-/// Random ports that are tried before the kernel chooses.
-const MAX_PORT_ATTEMPTS: usize = 16;
+/// Maximum number of random ports that are tried before the kernel chooses one.
+const MAX_RANDOM_PORTS: usize = 16;

@@ -18,7 +18,7 @@ pub(crate) enum Filter {
     ResponseHeaders(HeaderModifier),
     Redirect(Redirect),
     UrlRewrite(UrlRewrite),
-    /// Applied before the other filters of a request, and after those of a response: see [`find_cors`].
+    /// Applied before the other filters of a request, and after those of a response. [`find_cors`] returns it.
     Cors(Box<Cors>),
     Failure(FailureInjector),
     /// The policy or one of its filters cannot be applied, for this reason. All requests are refused, because without the filter

@@ -36,7 +36,7 @@ pub(crate) struct RouteMatch<'a, T> {
 }
 
 impl<T> RouteMatch<'_, T> {
-    /// Whether the request meets one of the rule's matches that names the method of the request.
+    /// Whether the request satisfies a match of the rule that requires the method of the request.
     pub(crate) fn requires_request_method(&self, attributes: &RequestAttributes<'_>) -> bool {
         let mut matches = self.rule.matches.iter();
         matches.any(|candidate| candidate.requires_method(attributes.method) && candidate.score(attributes).is_some())

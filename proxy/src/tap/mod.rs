@@ -43,9 +43,9 @@ use crate::{
 
 #[derive(Default)]
 pub(crate) struct TapRegistry {
-    /// The maximum of [`Tap::max_draw`] over all taps; 0 if there are no taps. A request that draws a larger number is not shown to
-    /// any tap.
-    max_draw: AtomicU32,
+    /// The maximum of [`Tap::sample_threshold`] over all taps; 0 if there are no taps. A request whose random number is larger
+    /// is not shown to any tap.
+    max_sample_threshold: AtomicU32,
     taps: ArcSwap<Vec<Arc<Tap>>>,
     /// Held while the list is changed.
     update_lock: Mutex<()>,
@@ -67,7 +67,7 @@ struct Tap {
 }
 
 /// The taps that sample the current request.
-pub(crate) struct SampledTaps(SmallVec<[Arc<Tap>; 1]>);
+pub(crate) struct SamplingTaps(SmallVec<[Arc<Tap>; 1]>);
 
 /// A request that is shown to at least one tap.
 pub(crate) struct TappedRequest {
@@ -99,13 +99,13 @@ pub(crate) struct TapParams {
 impl TapRegistry {
     /// The taps that sample the current request; usually none. Building events costs much more, so it is done only for sampled
     /// requests.
-    pub(crate) fn sample(&self) -> Option<SampledTaps> {
-        match self.max_draw.load(Ordering::Relaxed) {
+    pub(crate) fn sample(&self) -> Option<SamplingTaps> {
+        match self.max_sample_threshold.load(Ordering::Relaxed) {
             0 => None,
-            max_draw => {
-                let draw = fastrand::u32(..);
-                if draw <= max_draw {
-                    self.taps_for_draw(draw)
+            max_sample_threshold => {
+                let random = fastrand::u32(..);
+                if random <= max_sample_threshold {
+                    self.sampling_taps(random)
                 } else {
                     None
                 }
@@ -114,11 +114,11 @@ impl TapRegistry {
     }
 
     #[cold]
-    fn taps_for_draw(&self, draw: u32) -> Option<SampledTaps> {
+    fn sampling_taps(&self, random: u32) -> Option<SamplingTaps> {
         let taps = self.taps.load();
-        let sampled = taps.iter().filter(|tap| draw <= tap.max_draw());
-        let sampled: SmallVec<_> = sampled.cloned().collect();
-        (!sampled.is_empty()).then_some(SampledTaps(sampled))
+        let sampling = taps.iter().filter(|tap| random <= tap.sample_threshold());
+        let sampling: SmallVec<_> = sampling.cloned().collect();
+        (!sampling.is_empty()).then_some(SamplingTaps(sampling))
     }
 
     /// Adds a tap; returns its id for [`TapRegistry::remove`] and its events.
@@ -147,16 +147,17 @@ impl TapRegistry {
         let _update_guard = self.update_lock.lock();
         let mut taps = Vec::clone(&self.taps.load());
         change(&mut taps);
-        let max_draw = taps.iter().map(|tap| tap.max_draw()).max();
-        self.max_draw.store(max_draw.unwrap_or(0), Ordering::Relaxed);
+        let max_threshold = taps.iter().map(|tap| tap.sample_threshold()).max();
+        self.max_sample_threshold
+            .store(max_threshold.unwrap_or(0), Ordering::Relaxed);
         self.taps.store(Arc::new(taps));
     }
 
-    /// Shows a request to the sampled taps whose condition it meets.
-    pub(crate) fn show(&self, sampled: &SampledTaps, mut request: RequestInfo<'_>) -> Option<Box<TappedRequest>> {
+    /// Shows a request to those of the sampling taps whose condition it meets.
+    pub(crate) fn show(&self, sampling: &SamplingTaps, mut request: RequestInfo<'_>) -> Option<Box<TappedRequest>> {
         let mut sinks = Vec::new();
         let mut finished = Vec::new();
-        for tap in sampled.0.iter().filter(|tap| tap.condition.matches(&request)) {
+        for tap in sampling.0.iter().filter(|tap| tap.condition.matches(&request)) {
             let stream = tap.n_shown.fetch_add(1, Ordering::Relaxed);
             if stream.saturating_add(1) >= tap.limit {
                 finished.push(tap.id);
@@ -208,8 +209,8 @@ impl TapRegistry {
 }
 
 impl Tap {
-    /// Each request draws a random number. This tap samples the requests whose number is at most this one.
-    fn max_draw(&self) -> u32 {
+    /// Each request gets a random number. This tap samples the requests whose number is at most this threshold.
+    fn sample_threshold(&self) -> u32 {
         u32::MAX / self.sample_one_in
     }
 }

@@ -440,9 +440,9 @@ fn server_config(
             PrivateKeyDer::Pkcs8(certified_key.key.clone_key()),
         )
         .map_err(CredentialsError::Key)?;
-    // Only a client that asks for tickets gets them (RFC 9149), and only with the transport header, for example to a port that is
-    // marked opaque. Most connections without it carry HTTP and are used for many requests, so resumption would save little. Other
-    // proxies, and usual TLS clients, do not ask.
+    // A client gets a ticket only if it asks for one (RFC 9149), which other proxies and usual TLS clients do not, and only on
+    // connections with the transport header, such as those to opaque ports. Most other connections carry HTTP and are used for
+    // many requests, so resumption would save little.
     config.send_tls13_tickets = 0;
     match alpn {
         Alpn::Unset => config.session_storage = Arc::new(NoServerSessionStorage {}),

@@ -3,8 +3,8 @@
 //! A certificate enters through [`credentials::Credentials`], which replaces leaf, key and trust anchors together; a handshake
 //! uses one snapshot. Authorization is not decided here, but by policy.
 //!
-//! Sessions are resumed only on connections with a transport header. A resumed session ends with the credentials of either side,
-//! and the validity of its certificates is checked again, so it does not outlive them.
+//! Sessions are resumed only on connections with a transport header. After the credentials of either side are replaced, its old
+//! sessions cannot be resumed. At each resumption, the validity period of the peer's certificates is checked again.
 
 mod certificate;
 mod chain;

@@ -11,7 +11,7 @@ use rustls::{ClientConfig, NamedGroup};
 
 /// TLS sessions that one endpoint lets this proxy resume, which saves the signatures of a handshake.
 ///
-/// They end with the credentials of either side: after a new certificate or new trust anchors, the next handshake is a full one.
+/// After either side has got a new certificate or new trust anchors, they cannot be resumed: the next handshake is a full one.
 #[derive(Default)]
 pub(crate) struct EndpointSessions {
     config: ArcSwapOption<ConfigWithSessions>,
@@ -23,13 +23,14 @@ struct ConfigWithSessions {
     config: Arc<ClientConfig>,
 }
 
-/// The sessions of one endpoint. The store of rustls distinguishes servers by their names, which endpoints with the same identity
-/// share, and has at most eight sessions for each.
+/// The sessions of one endpoint. The store of rustls is not used: it distinguishes servers by their names, so it would mix the
+/// sessions of endpoints with the same identity, and it has at most eight sessions for each name.
 #[derive(Debug, Default)]
 struct StoredSessions(Mutex<VecDeque<Tls13ClientSessionValue>>);
 
 impl EndpointSessions {
-    /// The configuration with these sessions. A configuration of other credentials than at the last call ends all sessions.
+    /// The configuration with these sessions. All sessions are dropped if the credentials, and so the configuration
+    /// `without_sessions`, have changed since the last call.
     pub(super) fn add_to(&self, without_sessions: Arc<ClientConfig>) -> Arc<ClientConfig> {
         if let Some(current) = &*self.config.load()
             && Arc::ptr_eq(&current.without_sessions, &without_sessions)

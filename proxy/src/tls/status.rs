@@ -165,11 +165,11 @@ mod tests {
         ] {
             assert_eq!(status.metric_labels(Labels::new()).as_str(), expected);
         }
-        let discovered = NoClientTls::NotProvidedByServiceDiscovery;
+        let not_discovered = NoClientTls::NotProvidedByServiceDiscovery;
         for (status, expected) in [
             (ClientTls::Meshed(id), r#"tls="true",server_id="web.shop""#),
             (
-                ClientTls::Plain(discovered),
+                ClientTls::Plain(not_discovered),
                 r#"tls="no_identity",no_tls_reason="not_provided_by_service_discovery""#,
             ),
         ] {

@@ -134,7 +134,8 @@ async fn handshake(
     )
 }
 
-/// A handshake for a byte stream, as between two proxies of tulle. A byte is sent to the client, so that it gets its ticket.
+/// A handshake of a connection with a transport header. The client asks for a ticket if there are `sessions`, and gets a byte, so
+/// that it reads the ticket.
 async fn handshake_with_sessions(
     client: &Credentials,
     server: &Credentials,

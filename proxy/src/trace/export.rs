@@ -47,8 +47,8 @@ pub(crate) struct Exporter {
 }
 
 struct Metrics {
-    /// Counts the start and each failed batch. Linkerd counts the streams that it opens at these times. tulle opens none: it
-    /// sends spans by unary calls.
+    /// Counts the start and each failed batch. At these times Linkerd opens a stream, which it counts; tulle sends spans by unary
+    /// calls.
     streams: Arc<Counter>,
     requests: Arc<Counter>,
     spans: Arc<Counter>,
@@ -77,7 +77,7 @@ impl Config {
             metrics: Metrics {
                 streams: counter(
                     "opentelemetry_span_export_streams",
-                    "1 plus the number of failed batches; in Linkerd, the streams that were opened, which tulle does not have: it sends spans by unary calls",
+                    "1 plus the number of failed batches. Linkerd counts the streams that it opens; tulle sends spans by unary calls",
                 ),
                 requests: counter("opentelemetry_span_export_requests", "Batches of spans sent"),
                 spans: counter("opentelemetry_span_exports", "Spans sent"),

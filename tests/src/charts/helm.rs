@@ -7,7 +7,7 @@ use crate::programs;
 use anyhow::{Context as _, bail};
 use tempfile::TempDir;
 
-/// Helm with an empty home directory of its own, which is removed with the value.
+/// Helm with an empty home directory of its own, which is removed when this is dropped.
 pub struct Helm {
     home: TempDir,
     kubeconfig: Option<PathBuf>,

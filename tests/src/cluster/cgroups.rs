@@ -19,8 +19,8 @@ pub(super) fn create(name: &str) -> anyhow::Result<()> {
                 fs::write(&to, all).with_context(|| format!("writing {}", to.display()))?;
             }
         }
-        // Without this, each thread of containerd and the kubelet would weigh as much as all pods of a node, and starting a
-        // container would starve the pods.
+        // By default, a cgroup weighs as much as a single thread in its parent, such as a thread of containerd or the kubelet:
+        // starting a container would starve the pods of a node.
         for (file, share) in [("cpu.shares", "32768"), ("cpu.weight", "3200")] {
             let file = group.join(file);
             if file.exists() {
@@ -67,15 +67,15 @@ pub(super) fn remove(prefix: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Lists parents before their children.
+/// The cgroups whose name starts with `prefix`, and all below them; parents come before their children.
 fn groups(prefix: &str) -> anyhow::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for hierarchy in hierarchies()? {
-        let own = |dir: &PathBuf| {
+        let has_prefix = |dir: &PathBuf| {
             let name = dir.file_name().and_then(|name| name.to_str());
             name.is_some_and(|name| name.starts_with(prefix))
         };
-        let mut pending: Vec<PathBuf> = children(&hierarchy).into_iter().filter(own).collect();
+        let mut pending: Vec<PathBuf> = children(&hierarchy).into_iter().filter(has_prefix).collect();
         while let Some(group) = pending.pop() {
             pending.extend(children(&group));
             found.push(group);

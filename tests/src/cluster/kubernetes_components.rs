@@ -38,7 +38,7 @@ impl ComponentContext<'_> {
         }
         let pki = Pki::create(&self.pki())?;
         let service = self.addresses.api_service();
-        let name_of_service = format!("kubernetes.default.svc.{}", self.addresses.domain);
+        let service_name = format!("kubernetes.default.svc.{}", self.addresses.domain);
         let subject = |common_name| Subject {
             common_name,
             ..Subject::default()
@@ -50,7 +50,7 @@ impl ComponentContext<'_> {
                     "kubernetes",
                     "kubernetes.default",
                     "kubernetes.default.svc",
-                    &name_of_service,
+                    &service_name,
                     "localhost",
                 ],
                 addrs: &[service, IpAddr::from([127, 0, 0, 1]), self.addr],
@@ -58,9 +58,8 @@ impl ComponentContext<'_> {
             },
         )?;
         pki.create_front_proxy()?;
-        let administrators = Some("system:masters");
+        let organization = Some("system:masters"); // the group of administrators
         for name in ["admin", "kube-apiserver-kubelet-client"] {
-            let organization = administrators;
             pki.issue(
                 name,
                 Subject {

@@ -100,8 +100,8 @@ impl Router {
     }
 }
 
-/// The second chain always has a rule, which matches nothing: if there were no rule for translation, the kernel would also stop the
-/// translation of packets of established connections.
+/// The rule in `postrouting` matches nothing, because 192.0.2.1 is reserved for documentation. Without any rule, the kernel would
+/// also stop translating packets of established connections.
 const CHAINS: &str = "
 table ip translate {
   chain forward { type filter hook forward priority 0; }

@@ -114,7 +114,7 @@ fn the_pods_of_the_injector_have_the_checksum_of_the_recorded_values() {
 }
 
 #[test]
-fn every_object_names_its_control_plane_and_its_chart() {
+fn every_object_has_the_labels_and_annotations_of_its_installation() {
     for (installation, common) in [("default", &[][..]), ("everything optional", &[("c", "d"), ("e", "f")])] {
         for (name, object) in rendered(installation) {
             let metadata = |field: &str| object["metadata"][field].as_object().cloned().unwrap_or_else(Map::new);

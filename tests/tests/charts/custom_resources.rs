@@ -1,4 +1,4 @@
-//! The custom resources: served versions, defaults and validation bounds.
+//! The custom resources: served versions, defaults and validation.
 
 use std::fs;
 use std::path::Path;
@@ -227,7 +227,7 @@ async fn an_external_workload_written_in_either_version_is_valid_when_read_as_v1
         ];
         let read: Value = serde_json::from_str(&server.kubectl(&read).await.unwrap()).unwrap();
         let Object::ExternalWorkload(workload) = resources::decode(Kind::ExternalWorkload, read).unwrap() else {
-            panic!("of another kind");
+            panic!("an ExternalWorkload was decoded as another kind");
         };
         assert_eq!(
             (&*workload.identity, &*workload.server_name),
@@ -257,8 +257,8 @@ async fn an_external_workload_written_in_either_version_is_valid_when_read_as_v1
 /// Values of `spec` that the API server refuses, each with a part of the refusal.
 type RefusedSpecs = &'static [(&'static str, &'static str)];
 
-/// API version, kind, and values that are out of its bounds.
-const OUT_OF_BOUNDS: &[(&str, &str, RefusedSpecs)] = &[
+/// API version, kind, and invalid values of `spec`.
+const INVALID_SPECS: &[(&str, &str, RefusedSpecs)] = &[
     (
         "policy.linkerd.io/v1beta3",
         "Server",
@@ -337,14 +337,14 @@ const OUT_OF_BOUNDS: &[(&str, &str, RefusedSpecs)] = &[
 ];
 
 #[tokio::test]
-async fn values_out_of_bounds_are_refused_with_their_field() {
+async fn invalid_specs_are_refused_with_the_invalid_field() {
     let server = start().await;
     let check = async |api_version: &str, kind: &str, spec: &str, expected: &str| {
         let refusal = apply(&server, api_version, kind, spec).await.unwrap_err();
         let refusal = format!("{refusal:#}");
         assert!(refusal.contains(expected), "{kind} {spec}: {refusal}");
     };
-    for &(api_version, kind, specs) in OUT_OF_BOUNDS {
+    for &(api_version, kind, specs) in INVALID_SPECS {
         for &(spec, expected) in specs {
             check(api_version, kind, spec, expected).await;
         }

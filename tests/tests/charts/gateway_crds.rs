@@ -194,7 +194,7 @@ metadata:
             let found = all.find(|found| found["name"] == version.schema);
             let found = found.expect("the module has the version");
             let mut schema = found["schema"]["openAPIV3Schema"].clone();
-            without_descriptions(&mut schema);
+            remove_descriptions(&mut schema);
             let mut entry = json!({
                 "name": version.name,
                 "served": true,
@@ -228,15 +228,15 @@ metadata:
 }
 
 /// Removes descriptions, but not the schema of a property named `description`.
-fn without_descriptions(schema: &mut Value) {
+fn remove_descriptions(schema: &mut Value) {
     match schema {
         Value::Object(object) => {
             if object.get("description").is_some_and(Value::is_string) {
                 object.remove("description");
             }
-            object.values_mut().for_each(without_descriptions);
+            object.values_mut().for_each(remove_descriptions);
         }
-        Value::Array(all) => all.iter_mut().for_each(without_descriptions),
+        Value::Array(all) => all.iter_mut().for_each(remove_descriptions),
         _ => {}
     }
 }

@@ -64,12 +64,8 @@ struct AccessReview {
 
 impl AccessReview {
     async fn is_allowed(self, server: &ApiServer) -> bool {
-        let (resource, group) = self.resource.split_once('.').unwrap_or((self.resource, ""));
-        let (group, sub) = match group.split_once('/') {
-            Some((group, sub)) => (group, sub),
-            None => (group, ""),
-        };
-        let (resource, sub) = resource.split_once('/').unwrap_or((resource, sub));
+        let (resource, subresource) = self.resource.split_once('/').unwrap_or((self.resource, ""));
+        let (resource, group) = resource.split_once('.').unwrap_or((resource, ""));
         let text = |text: &str| Some(text.to_owned());
         let review = SubjectAccessReview {
             spec: SubjectAccessReviewSpec {
@@ -86,7 +82,7 @@ impl AccessReview {
                 resource_attributes: Some(ResourceAttributes {
                     group: text(group),
                     resource: text(resource),
-                    subresource: text(sub),
+                    subresource: text(subresource),
                     verb: text(self.verb),
                     namespace: text(self.namespace),
                     name: text(self.name),
@@ -317,7 +313,7 @@ fn single_permissions() -> Vec<Expectation> {
 }
 
 /// Every verb of every account for the rows of [`DESTINATION_ACCESS`].
-fn access_of_destination_only() -> Vec<Expectation> {
+fn access_only_for_destination() -> Vec<Expectation> {
     let mut expected = Vec::new();
     for (resource, namespace, name, verbs) in DESTINATION_ACCESS {
         for account in ACCOUNTS {
@@ -387,7 +383,7 @@ async fn service_accounts_have_the_permissions_of_the_table() {
     let server = start_with_chart(&[]).await;
     let expectations = [
         single_permissions(),
-        access_of_destination_only(),
+        access_only_for_destination(),
         access_to_secrets(),
         privilege_escalations(),
     ];

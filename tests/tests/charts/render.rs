@@ -414,7 +414,7 @@ fn queries_of_an_api_server_reach_one_replica_of_telemetry() {
 }
 
 #[test]
-fn pods_may_do_no_more_than_they_need() {
+fn pods_have_no_privileges_no_sidecars_and_no_automounted_token() {
     for deployment in render(&[])
         .unwrap()
         .iter()
@@ -650,7 +650,7 @@ fn every_value_has_a_comment_and_a_schema() {
         let schema = fs::read_to_string(format!("{}/values.schema.json", chart_path(chart))).unwrap();
         let values: Value = serde_yaml_ng::from_str(&text).unwrap();
         let mut names = BTreeSet::new();
-        collect(&values, "", &mut names);
+        collect_field_names(&values, "", &mut names);
         for name in names {
             assert!(
                 schema.contains(&format!("\"{name}\"")),
@@ -660,6 +660,7 @@ fn every_value_has_a_comment_and_a_schema() {
         let mut unexplained = Vec::new();
         let lines: Vec<&str> = text.lines().collect();
         for (n, line) in lines.iter().enumerate().skip(1) {
+            // A key with a value in its line, or without a field in the lines below.
             let is_leaf = line
                 .split_once(": ")
                 .is_some_and(|(key, _)| !key.trim_start().starts_with(['#', '-']))
@@ -672,7 +673,8 @@ fn every_value_has_a_comment_and_a_schema() {
     }
 }
 
-fn collect<'a>(value: &'a Value, within: &str, names: &mut BTreeSet<&'a str>) {
+/// Adds the names of all fields in `value`, which is the field `parent`.
+fn collect_field_names<'a>(value: &'a Value, parent: &str, names: &mut BTreeSet<&'a str>) {
     // Fields below these are defined by the user or by Kubernetes.
     const USER_DEFINED_FIELDS: &[&str] = &[
         "nodeSelector",
@@ -681,11 +683,11 @@ fn collect<'a>(value: &'a Value, within: &str, names: &mut BTreeSet<&'a str>) {
         "meshedHttp2ClientProtobuf",
     ];
     if let Value::Object(fields) = value
-        && !USER_DEFINED_FIELDS.contains(&within)
+        && !USER_DEFINED_FIELDS.contains(&parent)
     {
         for (name, value) in fields {
             names.insert(name);
-            collect(value, name, names);
+            collect_field_names(value, name, names);
         }
     }
 }

@@ -30,14 +30,14 @@ fn every_value_of_linkerds_chart_is_accepted() {
 fn defaults_are_those_of_linkerd_except_documented_ones() {
     let values = fs::read_to_string(format!("{}/values.yaml", chart_path("tulle-control-plane"))).unwrap();
     let values: Value = serde_yaml_ng::from_str(&values).unwrap();
-    let [linkerds, _] = linkerd_values();
-    for (path, linkerds) in linkerds {
-        let ours = path.split('.').fold(&values, |within, name| &within[name]);
-        let differs = ours != &linkerds && !(is_empty(ours) && is_empty(&linkerds));
+    let [linkerd_defaults, _] = linkerd_values();
+    for (path, linkerd_default) in linkerd_defaults {
+        let default = path.split('.').fold(&values, |within, name| &within[name]);
+        let differs = default != &linkerd_default && !(is_empty(default) && is_empty(&linkerd_default));
         assert_eq!(
             differs,
             DIFFERENT_DEFAULTS.contains(&path.as_str()),
-            "{path}: {ours}, Linkerd's {linkerds}"
+            "{path}: {default}, in Linkerd {linkerd_default}"
         );
     }
 }

@@ -45,7 +45,7 @@ fn a_valid_certificate_is_accepted_and_all_others_are_refused_each_for_its_own_r
 
 const ALPN: Option<&str> = Some("transport.l5d.io/v1");
 
-/// Requests the application's HTTP port from outside.
+/// Sends a request for the application's HTTP port from outside the mesh.
 fn send_openssl_request(
     testbed: &Testbed,
     alpn: Option<&'static str>,

@@ -30,8 +30,8 @@ fn a_service_is_reached_by_either_of_its_addresses() {
             let url = format!("http://{}/headers", SocketAddr::new(ip, HTTP));
             let args = ["-sS", flag, "-g", "-w", "\n%{http_version} %{http_code}", &url];
             let response = programs::run(&testbed.client, "curl", &args, b"");
-            let (headers, facts) = response.out.rsplit_once('\n').unwrap_or_default();
-            assert_eq!(facts, format!("{version} 200"), "{response:?}");
+            let (headers, version_and_status) = response.out.rsplit_once('\n').unwrap_or_default();
+            assert_eq!(version_and_status, format!("{version} 200"), "{response:?}");
             // The header proves that both sidecars handled the request.
             let client = format!(r#""l5d-client-id":["{}"]"#, identity("client"));
             assert!(headers.contains(&client), "{response:?}");

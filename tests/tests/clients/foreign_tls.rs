@@ -73,5 +73,6 @@ fn a_foreign_server_name_from_outside_arrives_at_the_application_if_the_policy_p
     testbed.wait_for_series(ALLOWED, &["tls=\"opaque\""], "sni", &names);
 }
 
+/// A server name that is not an identity of the mesh.
 const FOREIGN_SERVER_NAME: &str = "pay.example";
 const ALLOWED: &str = "inbound_tcp_authz_allow_total";

@@ -257,12 +257,12 @@ impl Testbed {
         application
     }
 
-    /// Starts a sidecar, which may fail to start.
+    /// Starts a sidecar without waiting until it is ready.
     pub(crate) fn start_sidecar(&self, name: &str, host: &Namespace, program: &Path, setup: Setup<'_>) -> Process {
         // The redirect rules identify the proxy by its user. Entering the namespace needs root, so the user changes after it.
         let user = [format!("--reuid={PROXY_UID}"), format!("--regid={PROXY_UID}")];
-        let settings = [&[&user[0], &user[1], "--clear-groups"], setup.setpriv_args].concat();
-        let mut command = command(host, &settings, program);
+        let setpriv_args = [&[&user[0], &user[1], "--clear-groups"], setup.setpriv_args].concat();
+        let mut command = command(host, &setpriv_args, program);
         command.env_clear();
         command.envs(self.credentials.sidecar_variables(name, CONTROL, NETWORKS));
         for (variable, value) in [

@@ -82,9 +82,9 @@ fn the_capability_may_be_on_the_file_and_the_error_names_the_fix() {
         return;
     }
     let testbed = Testbed::build(Setup::default());
-    let start = |file: &str, rights| {
+    let start = |file: &str, setpriv_args| {
         let setup = Setup {
-            setpriv_args: rights,
+            setpriv_args,
             ..TPROXY_SETUP
         };
         testbed.start_sidecar("client", &testbed.outside, &testbed.dir().join(file), setup)
@@ -191,7 +191,7 @@ fn send_request(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, input: &
         stream.read_to_string(&mut answer)
     };
     match host.run(exchange).unwrap() {
-        // The proxy can refuse a connection before the client has read its response, written, or seen that it is connected.
+        // The proxy may reset the connection while the client connects, writes or reads.
         Err(error) if error.kind() != ErrorKind::ConnectionReset => panic!("{from:?} to {to}: {error}"),
         _ => {}
     }

@@ -57,8 +57,8 @@ async fn no_request_is_lost_when_components_restart() {
 }
 
 impl Chaos {
-    /// Runs load on one application during a disturbance, for at least `seconds`. Stores the result of the application without sidecars as
-    /// the baseline, and compares the meshed one with it.
+    /// Runs load on one application during a disturbance, for at least `seconds`. The p99.9 of the application without sidecars
+    /// is stored as the baseline, that of the meshed application is compared with it.
     async fn compare_with_baseline(
         &self,
         namespace: &'static str,
@@ -110,7 +110,7 @@ impl Chaos {
         report.latency_us.map_or(0., |latency| latency.p99_9) / 1e3
     }
 
-    /// Records times over the limit, if times are bounded.
+    /// In a full run, records a p99.9 over the limit.
     fn check_latency(&self, what: &str, p99_9: f64, plain: Option<f64>) {
         let bound = f64::max(MAX_P99_9_MS, plain.unwrap_or_default() * MAX_BASELINE_RATIO);
         if self.full && p99_9 > bound {

@@ -1,4 +1,4 @@
-//! The images run under the security contexts that charts and injector set.
+//! The programs of the proxy image run under the security contexts that charts and injector set.
 
 use std::fs;
 

@@ -62,7 +62,7 @@ async fn pods_of_every_workload_run_with_a_sidecar_and_jobs_end() {
 /// Prints how long the same pod takes to become ready with and without a sidecar, and how much of that is after the
 /// proxy's start. `TULLE_TEST_FULL=1` bounds the difference.
 async fn measure_times_to_ready(meshed: &MeshedCluster) {
-    let mut took = Vec::new();
+    let mut medians = Vec::new();
     for namespace in ["plain", "native", "classic"] {
         let mut times = Vec::new();
         for n in 0..3 {
@@ -92,11 +92,11 @@ async fn measure_times_to_ready(meshed: &MeshedCluster) {
             times.push((total, total - proxy_started.unwrap_or_default()));
         }
         times.sort_unstable();
-        took.push(times[times.len() / 2]);
-        let (total, after) = took[took.len() - 1];
+        medians.push(times[times.len() / 2]);
+        let (total, after) = medians[medians.len() - 1];
         eprintln!("{namespace}: median from creation to Ready {total:.1?}, from the proxy's start {after:.1?}");
     }
-    let [(plain, _), native, classic] = took[..] else {
+    let [(plain, _), native, classic] = medians[..] else {
         unreachable!("there are three namespaces")
     };
     if env::var_os("TULLE_TEST_FULL").is_some() {
@@ -132,7 +132,7 @@ async fn assert_outage_is_audited(meshed: &MeshedCluster) {
         create.args(["create", "-f"]).arg(&file).stdout(Stdio::null());
         create.spawn().unwrap()
     };
-    let mut before = create("pods.json", 0..300);
+    let mut creating = create("pods.json", 0..300);
     let count = async || meshed.pods("native", "app=many").await.map(|pods| pods.len());
     let some = async || {
         let n = count().await?;
@@ -145,7 +145,7 @@ async fn assert_outage_is_audited(meshed: &MeshedCluster) {
     meshed.kubectl(&format!("{scale}=0")).await.unwrap();
     let kill = format!("delete pod -n linkerd -l {injector} --force --grace-period=0");
     meshed.kubectl(&kill).await.unwrap();
-    assert!(before.wait().await.unwrap().success());
+    assert!(creating.wait().await.unwrap().success());
     // These pods are created while no injector runs, even if the first ones were all created earlier.
     let gone = async || {
         let args = ["get", "pods", "-n", "linkerd", "-l", injector, "-o", "name"];
@@ -192,6 +192,7 @@ async fn assert_outage_is_audited(meshed: &MeshedCluster) {
 
 const N_PODS: usize = 310;
 
+/// The kinds of workloads, each with a manifest for the namespace `@namespace`.
 fn kinds() -> Vec<(&'static str, String)> {
     let app =
         "containers: [{name: app, image: 'ghcr.io/tulle-mesh/bench:0.1.0', args: [serve, '--http=0.0.0.0:8080']}]";
@@ -236,6 +237,7 @@ fn kinds() -> Vec<(&'static str, String)> {
     ]
 }
 
+/// `@in` is the namespace: `@namespace` begins with the other placeholder.
 const POD: &str = "
 apiVersion: v1
 kind: Pod

@@ -104,7 +104,7 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
         begun.elapsed()
     );
     let metrics = MetricsSnapshot::read(&cluster).await.unwrap();
-    check_log_format(&cluster).await;
+    check_log_and_requests_of_destination(&cluster).await;
 
     run(apply_application).await;
     let answered = async || {
@@ -137,40 +137,40 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
     let (uninstall, rest) = clean_up.split_once(namespace).expect("the namespace goes last");
     assert_eq!(rest.trim(), "");
     run(uninstall).await;
-    assert_only_left(&cluster, &before, &of_namespace).await;
+    wait_until_only_left(&cluster, &before, &of_namespace).await;
     run(namespace).await;
-    assert_only_left(&cluster, &before, &[]).await;
+    wait_until_only_left(&cluster, &before, &[]).await;
 }
 
 /// Checks destination's log lines about watches, EndpointSlices and the lease, and its watches and renewals in the audit log.
-async fn check_log_format(cluster: &Cluster) {
+async fn check_log_and_requests_of_destination(cluster: &Cluster) {
     let lease = "/namespaces/linkerd/leases/linkerd-destination-endpoint-write";
     let lines = async || {
         let logs = cluster.kubectl(LOGS).await?;
-        let shown = |what: &str, parts: &[&str]| {
-            let shown = logs.lines().any(|line| parts.iter().all(|part| line.contains(part)));
-            ensure!(shown, "no {what} in\n{logs}");
+        let ensure_line = |what: &str, parts: &[&str]| {
+            let is_logged = logs.lines().any(|line| parts.iter().all(|part| line.contains(part)));
+            ensure!(is_logged, "no {what} in\n{logs}");
             Ok(())
         };
         for path in WATCHES {
             let start = format!(" msg=\"GET https://10.247.0.1:443{path}?allowWatchBookmarks=true&resourceVersion=");
-            shown(path, &["level=info", &start, "&watch=true 200 OK in "])?;
+            ensure_line(path, &["level=info", &start, "&watch=true 200 OK in "])?;
         }
         for service in ["linkerd-dst", "linkerd-policy", "linkerd-identity-headless"] {
             let of = format!(" addr=\":8086\" component=service-publisher ns=linkerd svc={service}");
             let updating = format!("level=debug msg=\"Updating service for linkerd/{service}\"{of}");
-            shown("Updating service", &[&updating])?;
+            ensure_line("Updating service", &[&updating])?;
             let adding = format!("level=debug msg=\"Adding ES linkerd/{service}-");
-            shown("Adding ES", &[&adding, &of])?;
+            ensure_line("Adding ES", &[&adding, &of])?;
         }
         let of = " addr=\":8086\" component=service-publisher ns=default svc=kubernetes";
-        shown("Adding ES", &[&format!("msg=\"Adding ES default/kubernetes\"{of}")])?;
+        ensure_line("Adding ES", &[&format!("msg=\"Adding ES default/kubernetes\"{of}")])?;
         let watching = "msg=\"Watching EndpointSlice resources\" addr=\":8086\" component=endpoints-watcher";
-        shown("Watching EndpointSlice", &["level=debug ", watching])?;
-        shown("waiting for caches", &["level=info msg=\"waiting for caches to sync\""])?;
-        shown("caches synced", &["level=info msg=\"caches synced\""])?;
+        ensure_line("Watching EndpointSlice", &["level=debug ", watching])?;
+        ensure_line("waiting for caches", &["level=info msg=\"waiting for caches to sync\""])?;
+        ensure_line("caches synced", &["level=info msg=\"caches synced\""])?;
         let put = format!("level=info msg=\"PUT https://10.247.0.1:443/apis/coordination.k8s.io/v1{lease} 200 OK in ");
-        shown("renewal", &[&put, " milliseconds\""])
+        ensure_line("renewal", &[&put, " milliseconds\""])
     };
     cluster.wait_until("the lines are in the log", lines).await.unwrap();
 
@@ -347,7 +347,7 @@ async fn exercise_control_plane(cluster: &Cluster) {
 
 /// Waits until these kinds and names are all that is left of the installation, besides the definitions of the Gateway API, which
 /// stay because other users may need them.
-async fn assert_only_left(cluster: &Cluster, before: &BTreeSet<String>, allowed: &[&str]) {
+async fn wait_until_only_left(cluster: &Cluster, before: &BTreeSet<String>, allowed: &[&str]) {
     let is_cleaned_up = async || {
         let after = all_objects(cluster).await;
         let remaining = after.difference(before);

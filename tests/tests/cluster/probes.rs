@@ -54,45 +54,45 @@ const KINDS: [(&str, &str, &str); 5] = [
     ),
 ];
 
-/// The expected result of one container. A container with a startup probe is good if it has started, any other if it is ready.
+/// The expected result of one container. A container with a startup probe passes if it has started, any other if it is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Expected {
-    becomes_good: BecomesGood,
+    passes: Passes,
     restarts: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum BecomesGood {
-    /// Soon after its start, and stays good.
+enum Passes {
+    /// Soon after its start, and keeps passing.
     Soon,
-    /// Not before [`BEHAVIOUR_CHANGE_AT_SECONDS`], and then stays good.
+    /// Not before [`BEHAVIOUR_CHANGE_AT_SECONDS`], and then keeps passing.
     Late,
     Never,
-    /// Soon after its start, and ceases to be good later.
+    /// Soon after its start, and stops passing later.
     Temporarily,
 }
 
 /// The result with readiness and liveness probes. It is that of Kubernetes without a mesh, which the test verifies in a namespace
 /// without sidecars.
 fn expected_with_readiness(application: Application, kind: &str) -> Expected {
-    let (becomes_good, restarts) = match (application, kind) {
+    let (passes, restarts) = match (application, kind) {
         // The kernel accepts its connections.
-        (Application::Hangs, "tcp") | (Application::Listens, _) => (BecomesGood::Soon, false),
-        (Application::ListensLate, _) => (BecomesGood::Late, false),
-        (Application::NeverListens, _) => (BecomesGood::Never, true),
-        (Application::StopsListening | Application::Hangs, _) => (BecomesGood::Temporarily, true),
+        (Application::Hangs, "tcp") | (Application::Listens, _) => (Passes::Soon, false),
+        (Application::ListensLate, _) => (Passes::Late, false),
+        (Application::NeverListens, _) => (Passes::Never, true),
+        (Application::StopsListening | Application::Hangs, _) => (Passes::Temporarily, true),
     };
-    Expected { becomes_good, restarts }
+    Expected { passes, restarts }
 }
 
 /// The result with a startup probe, which is not repeated after it has succeeded.
 fn expected_with_startup(application: Application) -> Expected {
-    let (becomes_good, restarts) = match application {
-        Application::ListensLate => (BecomesGood::Late, false),
-        Application::NeverListens => (BecomesGood::Never, true),
-        Application::Listens | Application::StopsListening | Application::Hangs => (BecomesGood::Soon, false),
+    let (passes, restarts) = match application {
+        Application::ListensLate => (Passes::Late, false),
+        Application::NeverListens => (Passes::Never, true),
+        Application::Listens | Application::StopsListening | Application::Hangs => (Passes::Soon, false),
     };
-    Expected { becomes_good, restarts }
+    Expected { passes, restarts }
 }
 
 /// Namespaces with their annotations: one outside the mesh, and one for each default policy that is tested.
@@ -174,11 +174,11 @@ fn has_startup_probe(application: Application) -> bool {
 
 #[derive(Debug, Default)]
 struct ObservedContainer {
-    /// The container's age in seconds, counted from its latest start, when it was first good.
-    first_good_at: Option<i64>,
-    /// Whether it was good and then not, without a restart.
-    ceased_to_be_good: bool,
-    is_good: bool,
+    /// The container's age in seconds, counted from its latest start, when it first passed.
+    first_passed_at: Option<i64>,
+    /// Whether it passed and then not, without a restart.
+    stopped_passing: bool,
+    is_passing: bool,
     restarts: i32,
     /// Age in seconds when last observed before the first restart.
     age: i64,
@@ -206,10 +206,10 @@ impl Row {
         let expected = self.expected();
         let is_settled = (!expected.restarts || seen.restarts > 0)
             && (expected.restarts || seen.age > OBSERVATION_SECONDS)
-            && match expected.becomes_good {
-                BecomesGood::Soon | BecomesGood::Late => seen.is_good,
-                BecomesGood::Never => true,
-                BecomesGood::Temporarily => seen.ceased_to_be_good,
+            && match expected.passes {
+                Passes::Soon | Passes::Late => seen.is_passing,
+                Passes::Never => true,
+                Passes::Temporarily => seen.stopped_passing,
             };
         (!is_settled).then(|| format!("{name}: {expected:?}: {seen:?}"))
     }
@@ -219,15 +219,15 @@ impl Row {
         let seen = seen.get(&self.name())?;
         let expected = self.expected();
         let is_right = (expected.restarts || seen.restarts == 0)
-            && match expected.becomes_good {
-                BecomesGood::Soon => !seen.ceased_to_be_good,
-                BecomesGood::Temporarily => true,
-                BecomesGood::Late => {
+            && match expected.passes {
+                Passes::Soon => !seen.stopped_passing,
+                Passes::Temporarily => true,
+                Passes::Late => {
                     // Kubernetes reports times in whole seconds.
                     let is_late = |age| age >= BEHAVIOUR_CHANGE_AT_SECONDS - 1;
-                    !seen.ceased_to_be_good && seen.first_good_at.is_none_or(is_late)
+                    !seen.stopped_passing && seen.first_passed_at.is_none_or(is_late)
                 }
-                BecomesGood::Never => seen.first_good_at.is_none(),
+                Passes::Never => seen.first_passed_at.is_none(),
             };
         (!is_right).then(|| format!("{}: {expected:?}: {seen:?}", self.name()))
     }
@@ -260,7 +260,7 @@ async fn observe(
 impl ObservedContainer {
     fn record(&mut self, status: &ContainerStatus, now: i64) {
         self.restarts = self.restarts.max(status.restart_count);
-        self.is_good = match status.name.ends_with("-startup") {
+        self.is_passing = match status.name.ends_with("-startup") {
             true => status.started == Some(true),
             false => status.ready,
         };
@@ -269,12 +269,12 @@ impl ObservedContainer {
             return;
         };
         let age = now - since.0.as_second();
-        if self.is_good {
-            self.first_good_at.get_or_insert(age);
+        if self.is_passing {
+            self.first_passed_at.get_or_insert(age);
         }
         if status.restart_count == 0 {
             self.age = age;
-            self.ceased_to_be_good |= self.first_good_at.is_some() && !self.is_good;
+            self.stopped_passing |= self.first_passed_at.is_some() && !self.is_passing;
         }
     }
 }
@@ -311,7 +311,7 @@ fn pod(namespace: &str, application: Application) -> Value {
                 }
                 false => {
                     container["name"] = format!("{kind}-ready").into();
-                    // A container that stays good must not cease to be good because of one probe that the machine delays.
+                    // A single probe that a busy machine delays must not make a container unready.
                     container["readinessProbe"] = probe(2);
                     container["livenessProbe"] = probe(failures_allowed);
                 }

@@ -47,11 +47,11 @@ pub(crate) async fn check_telemetry(cluster: &Cluster) {
 
     let lines = run("tap deploy/web -n quickstart --headers --count 3").await.unwrap();
     let requests: Vec<_> = lines.lines().filter(|line| line.starts_with("req id=")).collect();
-    let end = " :authority=web.quickstart.svc.cluster.local:80 :path=/";
-    let end_without_port = end.replace(":80", "");
+    let suffix = " :authority=web.quickstart.svc.cluster.local:80 :path=/";
+    let suffix_without_port = suffix.replace(":80", "");
     for request in &requests {
         let is_whole = request.contains(" proxy=in ") && request.contains(" tls=true :method=GET");
-        let names_web = request.ends_with(end) || request.ends_with(&end_without_port);
+        let names_web = request.ends_with(suffix) || request.ends_with(&suffix_without_port);
         assert!(is_whole && names_web, "{request}");
     }
     let ends = lines.lines().filter(|line| line.starts_with("end id=")).count();

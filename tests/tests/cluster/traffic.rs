@@ -52,9 +52,9 @@ async fn every_edge_is_answered(meshed: &MeshedCluster) {
     let all: Vec<&str> = replicas.iter().map(String::as_str).collect();
     let greeters = meshed.pods("demo", "app=tcp").await.unwrap();
     let greeters: Vec<&str> = greeters.iter().map(String::as_str).collect();
-    let name = "svc.cluster.local";
+    let domain = "svc.cluster.local";
     let edges = [
-        ("HTTP/1", format!("web.demo.{name}:80/"), &all[..]),
+        ("HTTP/1", format!("web.demo.{domain}:80/"), &all[..]),
         ("HTTP/2", "web:80/ --protocol=http2".to_owned(), &all),
         ("gRPC", "web:9090 --protocol=grpc".to_owned(), &all),
         (
@@ -62,17 +62,17 @@ async fn every_edge_is_answered(meshed: &MeshedCluster) {
             "web.demo:9090 --protocol=grpc --grpc-method=bidi --messages=5".to_owned(),
             &all,
         ),
-        ("ExternalName", format!("alias.demo.{name}:80/"), &all),
+        ("ExternalName", format!("alias.demo.{domain}:80/"), &all),
         ("a pod's address", format!("{ip}:8080/"), &all[..1]),
-        ("a headless service", format!("ws.demo.{name}:8080/"), &[]),
+        ("a headless service", format!("ws.demo.{domain}:8080/"), &[]),
         (
             "a StatefulSet's first pod",
-            format!("ws-0.ws.demo.{name}:8080/"),
+            format!("ws-0.ws.demo.{domain}:8080/"),
             &["ws-0"],
         ),
         (
             "a StatefulSet's second pod",
-            format!("ws-1.ws.demo.{name}:8080/"),
+            format!("ws-1.ws.demo.{domain}:8080/"),
             &["ws-1"],
         ),
         ("WebSocket", "ws-1.ws:8080/ws --protocol=ws".to_owned(), &["ws-1"]),

@@ -131,7 +131,7 @@ fn read_source(file: &str) -> Option<String> {
 }
 
 #[test]
-fn a_test_that_does_not_exist_is_found() {
+fn a_missing_test_is_reported() {
     let read_source = |file: &str| (file == "mesh/a.rs").then(|| "#[test]\nfn one_and_two() {".to_owned());
     let page = "\
 ## Other

@@ -26,7 +26,7 @@ fn run_without_app(test: impl AsyncFnOnce(&Mesh) + Send) {
     mesh().workload("client").workload("web").run(test);
 }
 
-async fn http(mesh: &Mesh) -> TcpStream {
+async fn dial_web(mesh: &Mesh) -> TcpStream {
     mesh.dial("client", mesh.service_addr("web", HTTP)).await
 }
 
@@ -48,7 +48,7 @@ async fn fixed_response_app(mesh: &Mesh, answer: &'static str) -> apps::App {
 #[test]
 fn two_hundred_streams_share_a_connection() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
-        let client = Http2::handshake(http(mesh).await).await;
+        let client = Http2::handshake(dial_web(mesh).await).await;
         let answers = join_all((0..200).map(|_| {
             let mut client = client.clone();
             async move {
@@ -71,7 +71,7 @@ fn long_http2_heads_pass_and_longer_ones_are_refused() {
                 respond.send_response(Response::new(()), true).unwrap();
             }
         });
-        let of_peer = Http2::handshake(http(mesh).await).await;
+        let of_peer = Http2::handshake(dial_web(mesh).await).await;
         let of_unmeshed = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         for (mut client, cause) in [(of_peer, Some("head-too-long")), (of_unmeshed, None)] {
             for (n_lines, status) in [(25, 200), (35, 431), (1, 200)] {
@@ -107,7 +107,7 @@ fn targets_arrive_as_they_were_sent() {
             "/%7Euser/?",
             "http://web.test/absolute",
         ] {
-            let mut client = http(mesh).await;
+            let mut client = dial_web(mesh).await;
             let head = format!("GET {target} HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n");
             client.write_all(head.as_bytes()).await.unwrap();
             let mut rsp = String::new();
@@ -117,7 +117,7 @@ fn targets_arrive_as_they_were_sent() {
                 "{target}: {rsp}"
             );
         }
-        let mut client = http(mesh).await;
+        let mut client = dial_web(mesh).await;
         client
             .write_all(b"OPTIONS * HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n")
             .await
@@ -136,7 +136,7 @@ fn heads_of_24_kib_pass() {
         for name in ["x-1", "x-2"] {
             req = req.header(name, &cookie);
         }
-        let answer = Http1::handshake(http(mesh).await)
+        let answer = Http1::handshake(dial_web(mesh).await)
             .await
             .fetch(req.body(full("")).unwrap())
             .await
@@ -174,7 +174,7 @@ fn an_incomplete_body_is_never_treated_as_complete() {
         )
         .await;
         for _ in 0..20 {
-            let mut client = Http1::handshake(http(mesh).await).await;
+            let mut client = Http1::handshake(dial_web(mesh).await).await;
             // Between proxies the reset may arrive before the head.
             let ended = client.fetch(request("/")).await;
             assert!(
@@ -203,7 +203,7 @@ fn an_application_may_answer_before_the_upload_has_ended() {
             rsp
         });
         let req = Request::post("http://web.test/").version(Version::HTTP_2);
-        let mut client = Http2::handshake(http(mesh).await).await;
+        let mut client = Http2::handshake(dial_web(mesh).await).await;
         let answer = client
             .fetch(req.body(full(Bytes::from(vec![0; 8 << 20]))).unwrap())
             .await
@@ -229,7 +229,7 @@ fn an_application_may_read_the_upload_after_its_response_has_ended() {
             std::future::ready(Response::new(full("early")))
         });
         let req = Request::post("http://web.test/").version(Version::HTTP_2);
-        let mut client = Http2::handshake(http(mesh).await).await;
+        let mut client = Http2::handshake(dial_web(mesh).await).await;
         let rsp = client
             .fetch(req.body(full(vec![0; BODY_BYTES])).unwrap())
             .await
@@ -242,7 +242,7 @@ fn an_application_may_read_the_upload_after_its_response_has_ended() {
     });
 }
 
-/// Decrements the counter when a request is cancelled.
+/// Decrements the counter when dropped, also if the request is cancelled.
 struct InFlightGuard(Arc<AtomicUsize>);
 
 impl Drop for InFlightGuard {
@@ -265,8 +265,8 @@ fn a_request_cancelled_by_its_client_ends_at_the_application() {
                 Response::new(full("late"))
             }
         });
-        let mut http1 = Http1::handshake(http(mesh).await).await;
-        let mut http2 = Http2::handshake(http(mesh).await).await;
+        let mut http1 = Http1::handshake(dial_web(mesh).await).await;
+        let mut http2 = Http2::handshake(dial_web(mesh).await).await;
         let both = async { tokio::join!(http1.fetch(request("/")), http2.fetch(http2_request("/"))) };
         let arrived = eventually("both requests wait", async || {
             (n_waiting.load(Ordering::Relaxed) == 2).then_some(())
@@ -301,7 +301,7 @@ fn a_cancelled_upload_that_the_application_does_not_read_ends_at_the_application
             });
             std::future::ready(Response::new(any(StreamBody::new(endless))))
         });
-        let mut client = Http2::handshake(http(mesh).await).await;
+        let mut client = Http2::handshake(dial_web(mesh).await).await;
         let (chunks, body) = mpsc::channel(N_CHUNKS);
         let req = Request::post("http://web.test/").version(Version::HTTP_2);
         let rsp = client
@@ -327,7 +327,7 @@ fn a_cancelled_upload_that_the_application_does_not_read_ends_at_the_application
 #[test]
 fn grpc_clients_get_failures_as_grpc_statuses() {
     run_without_app(async |mesh: &Mesh| {
-        let mut client = Http2::handshake(http(mesh).await).await;
+        let mut client = Http2::handshake(dial_web(mesh).await).await;
         let call = Request::post("http://web.test/tulle.bench.Echo/Unary").version(Version::HTTP_2);
         let call = call.header("content-type", "application/grpc").header("te", "trailers");
         let answer = client.fetch(call.body(full("")).unwrap()).await.unwrap();
@@ -339,7 +339,7 @@ fn grpc_clients_get_failures_as_grpc_statuses() {
 #[test]
 fn frames_are_flushed_without_further_frames() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
-        let mut client = Http2::handshake(http(mesh).await).await;
+        let mut client = Http2::handshake(dial_web(mesh).await).await;
         for _ in 0..3 {
             let frames = (0..600).map(|_| Ok::<_, Infallible>(Frame::data(Bytes::from_static(&[b'x'; 500]))));
             let req = Request::post("http://web.test/echo").version(Version::HTTP_2);

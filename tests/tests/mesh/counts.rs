@@ -58,8 +58,8 @@ fn requests_are_counted_by_their_routes_on_both_sides_and_by_their_backends() {
             ("inbound_http_response_frame_size_bytes_sum", ""),
         ] {
             let labels = [&route[..], &[label]].concat();
-            let each = if name.ends_with("_sum") { 5. } else { 1. };
-            mesh.wait_for_metric("web", name, &labels, n * each).await;
+            let per_request = if name.ends_with("_sum") { 5. } else { 1. }; // the bytes of `hello`, or one request
+            mesh.wait_for_metric("web", name, &labels, n * per_request).await;
         }
         let route = ["parent_name=\"web\"", "route_name=\"out\"", "route_namespace=\"shop\""];
         let backend = [

@@ -251,7 +251,7 @@ fn loopback_and_link_local_targets_are_refused() {
             dir.path(),
             &["127.0.0.1", "169.254.169.254"].map(|ip| ip.parse().unwrap()),
         );
-        let _server = dns(dir.path());
+        let _server = start_dns_server(dir.path());
         let url = format!("http://files.example:{HTTP}/");
         eventually("the name is known, and none of its addresses is used", async || {
             let (received, _) = curl(&["--proxy", &http, &url]).await;
@@ -275,7 +275,7 @@ fn write_hosts(dir: &Path, ips: &[IpAddr]) {
 }
 
 /// Starts a DNS server on port 53.
-fn dns(dir: &Path) -> Child {
+fn start_dns_server(dir: &Path) -> Child {
     let hosts = dir.join("hosts");
     let zone = format!(
         ".:53 {{\n hosts {} {{\n ttl 1\n reload 100ms\n }}\n}}\n",
@@ -296,7 +296,7 @@ fn the_next_address_of_a_name_is_tried_after_a_refused_connection() {
         apps::start_echo_at("files", (open, HTTP).into()).await;
         let dir = tempfile::tempdir().unwrap();
         write_hosts(dir.path(), &[closed, open]);
-        let _server = dns(dir.path());
+        let _server = start_dns_server(dir.path());
         let (http, url) = (format!("http://{PROXY}"), format!("http://files.example:{HTTP}/echo"));
         let body = "x".repeat(100_000); // more than the limit of replayed request bodies
         let curl_with_body =
@@ -349,7 +349,7 @@ fn other_names_are_resolved_by_dns_and_keep_their_last_answer_when_it_fails() {
         let dir = tempfile::tempdir().unwrap();
         let set_address = |addr: SocketAddr| write_hosts(dir.path(), &[addr.ip()]);
         set_address(old);
-        let mut server = dns(dir.path());
+        let mut server = start_dns_server(dir.path());
         let http = format!("http://{PROXY}");
         let answers = async |expected: &str| {
             let url = format!("http://files.example:{HTTP}/");

@@ -308,7 +308,7 @@ fn an_application_that_closes_idle_connections_causes_no_failed_request() {
 }
 
 #[test]
-fn requests_left_unread_by_an_ending_application_are_resent_if_repeatable() {
+fn requests_left_unread_by_an_ending_application_are_resent_if_idempotent() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web-1").await;
         let listener = mesh.listen("web-0", HTTP).await;

@@ -235,8 +235,8 @@ fn only_peers_may_send_larger_frames() {
         settings.get(&5).copied()
     }
     run_with_settings(&[], async |mesh: &Mesh, connections| {
-        let arrived = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
-        assert_eq!(announced(tls_connect(mesh, arrived, &[]).await).await, Some(64 << 10));
+        let inbound = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
+        assert_eq!(announced(tls_connect(mesh, inbound, &[]).await).await, Some(64 << 10));
         for stream in connections {
             assert_eq!(announced(stream).await, None);
         }
@@ -537,9 +537,9 @@ fn stalled_uploads_time_out_and_others_do_not() {
                 let (cut, mut cut_upload) = upload("/echo");
                 cut_upload.send_data("abc".into(), false).unwrap();
                 let sending = async {
-                    let mut now_and_then = tokio::time::interval(each);
+                    let mut interval = tokio::time::interval(each);
                     for _ in 0..N_FRAMES {
-                        now_and_then.tick().await;
+                        interval.tick().await;
                         echo.send_data("x".into(), false).unwrap();
                     }
                     echo.send_data("".into(), true).unwrap();

@@ -31,7 +31,7 @@ const DENIED: u16 = 20_008;
 const TLS: u16 = 20_009;
 
 /// Idle timeout of a connection that is not authorized for anything.
-const UNAUTHORIZED_IDLE: Duration = Duration::from_secs(10);
+const UNAUTHORIZED_IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 const PORTS_WITH_HTTP_RULES: [u16; 5] = [ROUTED, LIMITED, HTTP1, HTTP2, GRPC];
 
@@ -172,8 +172,8 @@ fn a_port_with_http_rules_never_carries_opaque_bytes() {
         let unmeshed = mesh
             .dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, DETECT_WITHOUT_RULES))
             .await;
-        let peers = mesh.dial("client", ([10, 66, 2, 7], DETECT_WITHOUT_RULES).into()).await;
-        for mut stream in [unmeshed, peers] {
+        let meshed = mesh.dial("client", ([10, 66, 2, 7], DETECT_WITHOUT_RULES).into()).await;
+        for mut stream in [unmeshed, meshed] {
             stream.write_all(&unsupported).await.unwrap();
             read_until(&mut stream, "forged\r\n\r\n").await;
         }
@@ -544,7 +544,11 @@ fn unauthorized_connections_have_small_header_limits() {
             (response.status.as_u16(), response.header("connection")),
             (200, "close")
         );
-        assert!(refused_at.elapsed() < UNAUTHORIZED_IDLE, "{:?}", refused_at.elapsed());
+        assert!(
+            refused_at.elapsed() < UNAUTHORIZED_IDLE_TIMEOUT,
+            "{:?}",
+            refused_at.elapsed()
+        );
         let (streams, _) = announced_settings(
             mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, DENIED))
                 .await,

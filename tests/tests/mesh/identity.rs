@@ -178,8 +178,8 @@ fn metrics_are_scraped_under_mutual_tls_through_the_proxy_of_the_client() {
     });
 }
 
-/// Like a command that prints the certificates of pods, the client has no certificate. But it connects from the pod's own address,
-/// which is not a loopback address.
+/// The client has no certificate, like a command that prints the certificates of pods. It connects from the pod's own address,
+/// not from a loopback address.
 #[test]
 fn the_admin_port_presents_the_certificate_of_the_proxy() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {

@@ -1,4 +1,4 @@
-//! Servers that close idle connections after a time that they announce, with clients that come again after about this time.
+//! Servers announce an idle timeout and close connections after it; clients send their next request at about this time.
 
 use std::time::Duration;
 
@@ -48,8 +48,8 @@ fn no_post_is_lost_when_a_server_closes_idle_connections() {
         });
 }
 
-/// Answers requests until the connection was idle for [`IDLE_TIMEOUT`]. A request that comes in the [`CLOSE_DELAY`] after it is lost,
-/// as in a server that closes several connections in turn.
+/// Answers requests until the connection was idle for [`IDLE_TIMEOUT`], and closes it after [`CLOSE_DELAY`], like a server that
+/// closes several connections in turn. Requests that arrive in this delay are lost.
 async fn serve(mut stream: TcpStream) {
     while let Ok(Ok(1..)) = timeout(IDLE_TIMEOUT, stream.peek(&mut [0])).await {
         read_until(&mut stream, BODY).await;
@@ -72,7 +72,7 @@ async fn post_in_turn(stream: TcpStream, workload: &str) -> Vec<String> {
             Ok(rsp) => failed.push(format!("{} {}", rsp.status, rsp.cause())),
             Err(error) => failed.push(error.to_string()),
         }
-        // All clients come at the same time, so that they need many connections, whose idle time is near the timeout.
+        // All clients send at about the same time, so that the proxy needs many connections, all idle for about the timeout.
         let offset = Duration::from_millis(u64::from(number * 31 % 100));
         sleep(IDLE_TIMEOUT - Duration::from_millis(50) + offset).await;
     }

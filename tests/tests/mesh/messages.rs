@@ -292,7 +292,7 @@ impl ObjectGenerator {
         self.pick(&["a", "", "a b", "é", "a,b", "\\t", "\\n", "\\0", " a"])
     }
 
-    fn matched(&mut self, kinds: &[&str], value: fn(&mut Self) -> &'static str) -> String {
+    fn match_fields(&mut self, kinds: &[&str], value: fn(&mut Self) -> &'static str) -> String {
         let kind = match self.is_one_in(3) {
             true => "RegularExpression",
             false => self.pick(kinds),
@@ -305,7 +305,8 @@ impl ObjectGenerator {
     }
 
     fn http_match(&mut self) -> String {
-        let path = self.optional(|this| format!("path: {{{}}}", this.matched(&["Exact", "PathPrefix"], Self::path)));
+        let path =
+            self.optional(|this| format!("path: {{{}}}", this.match_fields(&["Exact", "PathPrefix"], Self::path)));
         let headers = self.optional(|this| format!("headers: [{}]", this.list_up_to(2, Self::header_match)));
         let query = self.optional(|this| format!("queryParams: [{}]", this.list_up_to(2, Self::header_match)));
         let method = self.optional(|this| format!("method: '{}'", this.pick(&["GET", "PROPFIND", "get", "", "A B"])));
@@ -314,7 +315,7 @@ impl ObjectGenerator {
 
     fn header_match(&mut self) -> String {
         let name = self.header();
-        format!("{{name: \"{name}\", {}}}", self.matched(&["Exact"], Self::value))
+        format!("{{name: \"{name}\", {}}}", self.match_fields(&["Exact"], Self::value))
     }
 
     fn grpc_match(&mut self) -> String {

@@ -319,7 +319,8 @@ fn a_policy_change_to_deny_closes_tunnels_and_responses() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         let _app = upgrade_and_partial_response_app(mesh).await;
         let dst = mesh.service_addr("web", HTTP);
-        let mut open = Vec::new(); // through the client's proxy, and directly, each once as a response and as a tunnel
+        // Two responses, then two tunnels; the first of each two is through the client's proxy, the second is direct.
+        let mut open = Vec::new();
         for (upgrade, begun) in [
             ("", "begun\n"),
             ("connection: upgrade\r\nupgrade: echo\r\n", "\r\n\r\n"),

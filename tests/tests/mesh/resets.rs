@@ -281,11 +281,11 @@ fn an_http2_connection_to_an_address_that_refuses_connections_is_reset() {
         let rsp = http.fetch(http2_request("/")).await.unwrap();
         assert_eq!(rsp.cause(), "connect-refused");
         eventually("the connection is closed", async || (!http.is_open()).then_some(())).await;
-        // Others do not take the server for one that accepts requests.
+        // The next connection is reset before it has a request, so that its client does not believe that requests are accepted.
         let mut client = mesh.dial("client", dst).await;
         client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
         assert_eq!(read_to_end_or_error(&mut client).await, Err(ErrorKind::ConnectionReset));
-        // An HTTP/1 client has no requests in flight on the connection, and a response has more to say than a reset.
+        // An HTTP/1 client has no other requests on the connection, so it gets a response, which contains the cause.
         let rsp = client::get(mesh.dial("client", dst).await, "/").await;
         assert_eq!(rsp.cause(), "connect-refused");
         let _app = apps::serve_http(mesh.listen("legacy", HTTP).await, async |_| {

@@ -662,31 +662,31 @@ fn a_received_body_is_not_cut_off_while_its_reader_pauses() {
 #[test]
 fn no_retry_without_an_available_endpoint() {
     mesh_with_route(&route("HTTPRoute", TWO_RETRIES, "")).run(async |mesh: &Mesh| {
-        let (seen, arrived, gone) = (
+        let (seen, request_arrived, may_respond) = (
             RecordedRequests::default(),
             Arc::new(Notify::new()),
             Arc::new(Notify::new()),
         );
-        let (tell, wait) = (arrived.clone(), gone.clone());
+        let app_signals = (request_arrived.clone(), may_respond.clone());
         let _app = server(mesh, "web", &seen, move |_| {
-            let (tell, wait) = (tell.clone(), wait.clone());
+            let (request_arrived, may_respond) = app_signals.clone();
             async move {
-                tell.notify_one();
-                wait.notified().await;
+                request_arrived.notify_one();
+                may_respond.notified().await;
                 status(503)
             }
         })
         .await;
         let mut client = client(mesh).await;
         let request_task = tokio::spawn(async move { client.fetch(get("one")).await.unwrap() });
-        arrived.notified().await;
+        request_arrived.notified().await;
         mesh.remove("pod-web");
         eventually("the endpoint is gone", async || {
             let known = mesh.metric("client", "outbound_http_balancer_p2c_endpoints", &[]);
             (known.await == 0.0).then_some(())
         })
         .await;
-        gone.notify_one();
+        may_respond.notify_one();
         let answer = request_task.await.unwrap();
         assert_eq!((answer.status.as_u16(), answer.text().as_str()), (503, "hello"));
         assert_eq!(seen.count("one"), 1);

@@ -771,8 +771,8 @@ fn a_tls_port_accepts_nothing_else() {
             plain.is_none().then_some(())
         })
         .await;
-        let without_a_name = "10.0.0.1";
-        for name in ["a.test", without_a_name] {
+        let address = "10.0.0.1"; // a ClientHello for an address has no server name
+        for name in ["a.test", address] {
             assert_eq!(answer(&client_hello(name)).await, Some(b'1'), "{name}");
         }
         let labels = ["srv_name=\"web\"", "reason=\"no-tls\""];

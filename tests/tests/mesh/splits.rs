@@ -145,7 +145,6 @@ fn retries_of_a_profile_are_split_too_and_end_with_its_budget() {
             // The retry budget: a fifth of the 500 requests, and the minimum of one retry per second for a minute.
             let n_attempts = web + canary;
             let expected = 500 + 100 + 60;
-            // An update of the control plane resets the budget. One may still arrive at the start of the test.
             assert!(
                 (expected - 5..=expected).contains(&n_attempts),
                 "web {web}, canary {canary}"

@@ -164,12 +164,12 @@ fn both_sides_show_a_request_and_how_it_ended() {
         }
         assert_eq!((init.authority.as_str(), init.path.as_str()), ("web.test", "/"));
         assert_eq!((rsp.http_status, end.response_bytes), (200, 4));
-        let names = |headers: Option<tulle_proto::http_types::Headers>| {
+        let by_name = |headers: Option<tulle_proto::http_types::Headers>| {
             let all = headers.unwrap().headers.into_iter();
             all.map(|header| (header.name, header.value))
                 .collect::<BTreeMap<_, _>>()
         };
-        assert_eq!(names(rsp.headers)["x-replica"], b"web");
+        assert_eq!(by_name(rsp.headers)["x-replica"], b"web");
 
         let (event, init, rsp, end) = next_request_events(&mut inbound).await;
         assert_eq!(event.proxy_direction(), ProxyDirection::Inbound);

@@ -243,7 +243,7 @@ fn a_tap_selects_by_destination_and_reports_sidecars_that_refuse() {
 fn top_summarises_requests() {
     run_with_traffic(async |_: &Mesh| {
         let mut top = tulle("top pod/web -n shop").spawn().unwrap();
-        // Gives it the time of two requests.
+        // Waits for two requests, which `top` then shows.
         run_tulle("tap pod/web -n shop --count 2").await;
         let id = i32::try_from(top.id().unwrap()).unwrap();
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(id), nix::sys::signal::Signal::SIGINT).unwrap();

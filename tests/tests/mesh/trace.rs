@@ -37,13 +37,13 @@ impl TraceService for Collector {
 
 /// A running collector, and the requests that it has received.
 struct SpanReceiver {
-    sent: mpsc::UnboundedReceiver<ExportTraceServiceRequest>,
+    exports: mpsc::UnboundedReceiver<ExportTraceServiceRequest>,
     _server: App,
 }
 
 impl SpanReceiver {
     async fn start() -> Self {
-        let (sender, sent) = mpsc::unbounded_channel();
+        let (sender, exports) = mpsc::unbounded_channel();
         let listener = TcpListener::bind(COLLECTOR).await.unwrap();
         let service = TraceServiceServer::new(Collector(sender));
         let answer = move |req: Request<Incoming>| {
@@ -55,14 +55,17 @@ impl SpanReceiver {
             let serving = http2.serve_connection(TokioIo::new(stream), service_fn(answer.clone()));
             async move { serving.await.unwrap_or_default() }
         });
-        Self { sent, _server: server }
+        Self {
+            exports,
+            _server: server,
+        }
     }
 
     /// Waits for `n` spans, by service, direction and span kind.
     async fn wait_for_spans(&mut self, n: usize) -> BTreeMap<(String, String, SpanKind), Span> {
         let mut all = BTreeMap::new();
         while all.len() < n {
-            for spans_of_resource in self.sent.recv().await.unwrap().resource_spans {
+            for spans_of_resource in self.exports.recv().await.unwrap().resource_spans {
                 let service = value(&spans_of_resource.resource.unwrap().attributes, "service.name");
                 for span in spans_of_resource.scope_spans.into_iter().flat_map(|scope| scope.spans) {
                     let key = (service.clone(), value(&span.attributes, "direction"), span.kind());
@@ -187,12 +190,12 @@ fn contexts_of_unsampled_traces_pass_unchanged() {
         Some(&unsampled),
         async |context: String, mut spans: SpanReceiver| {
             assert_eq!(context, unsampled);
-            assert!(spans.sent.try_recv().is_err());
+            assert!(spans.exports.try_recv().is_err());
         },
     );
     run_with_tracing("0", None, async |context: String, mut spans: SpanReceiver| {
         assert_eq!(context, "");
-        assert!(spans.sent.try_recv().is_err());
+        assert!(spans.exports.try_recv().is_err());
     });
 }
 
@@ -220,11 +223,11 @@ fn unauthorized_clients_create_no_spans() {
         mesh.wait_for_exit("web").await;
         let n_spans = |request: ExportTraceServiceRequest| request.resource_spans[0].scope_spans[0].spans.len();
         assert_eq!(
-            spans.sent.recv().await.map(n_spans),
+            spans.exports.recv().await.map(n_spans),
             Some(2),
             "those of the request that was permitted"
         );
-        assert!(spans.sent.try_recv().is_err());
+        assert!(spans.exports.try_recv().is_err());
     });
 }
 
@@ -241,7 +244,7 @@ fn batches_and_the_spans_in_them_are_counted() {
         // A full batch is sent immediately.
         let batch = loop {
             assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
-            if let Ok(batch) = spans.sent.try_recv() {
+            if let Ok(batch) = spans.exports.try_recv() {
                 break batch;
             }
         };

@@ -21,24 +21,24 @@ use tulle_tests::mesh::{DETECTED_TCP, HTTP, Mesh, OPAQUE, UNMESHED_IP, identity,
 use crate::invalid_policy::allow_all_server;
 use crate::scripted_policies::client_hello;
 
-async fn http(mesh: &Mesh) -> TcpStream {
+async fn dial_web(mesh: &Mesh) -> TcpStream {
     mesh.dial("client", mesh.service_addr("web", HTTP)).await
 }
 
 #[test]
 fn http1_requests_pass_on_a_kept_connection() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
-        let mut client = Http1::handshake(http(mesh).await).await;
+        let mut client = Http1::handshake(dial_web(mesh).await).await;
         for _ in 0..10 {
             let answer = client.fetch(request("/")).await.unwrap();
             assert_eq!((answer.status.as_u16(), answer.text().as_str()), (200, "web\n"));
             assert_eq!(answer.version, Version::HTTP_11);
-            let ours: Vec<_> = answer
+            let proxy_headers: Vec<_> = answer
                 .headers
                 .keys()
                 .filter(|name| name.as_str().starts_with("l5d-"))
                 .collect();
-            assert!(ours.is_empty(), "{ours:?}");
+            assert!(proxy_headers.is_empty(), "{proxy_headers:?}");
         }
     });
 }
@@ -46,7 +46,7 @@ fn http1_requests_pass_on_a_kept_connection() {
 #[test]
 fn http2_requests_pass_on_one_connection() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
-        let mut client = Http2::handshake(http(mesh).await).await;
+        let mut client = Http2::handshake(dial_web(mesh).await).await;
         for _ in 0..10 {
             let answer = client.fetch(http2_request("/")).await.unwrap();
             assert_eq!((answer.status.as_u16(), answer.text().as_str()), (200, "web\n"));
@@ -58,7 +58,7 @@ fn http2_requests_pass_on_one_connection() {
 fn http10_responses_end_with_their_connection() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
         for head in ["GET / HTTP/1.0\r\n\r\n", "GET / HTTP/1.0\r\nhost: web.test\r\n\r\n"] {
-            let mut client = http(mesh).await;
+            let mut client = dial_web(mesh).await;
             client.write_all(head.as_bytes()).await.unwrap();
             let mut rsp = String::new();
             client.read_to_string(&mut rsp).await.unwrap();
@@ -119,7 +119,7 @@ fn call(method: &str, body: AnyBody) -> Request<AnyBody> {
 #[test]
 fn grpc_calls_end_with_their_trailers() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
-        let mut client = Http2::handshake(http(mesh).await).await;
+        let mut client = Http2::handshake(dial_web(mesh).await).await;
         let answer = client.fetch(call("Unary", full(message(b"hello")))).await.unwrap();
         assert_eq!(answer.trailers["grpc-status"], "0");
         assert!(answer.body.windows(5).any(|part| part == b"hello"));
@@ -134,7 +134,7 @@ fn grpc_calls_end_with_their_trailers() {
 #[test]
 fn grpc_streams_alternate_in_both_directions() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
-        let mut client = Http2::handshake(http(mesh).await).await;
+        let mut client = Http2::handshake(dial_web(mesh).await).await;
         let (frame_tx, frame_rx) = mpsc::channel::<Result<Frame<Bytes>, std::convert::Infallible>>(1);
         let rsp = client
             .send(call("Bidi", any(StreamBody::new(ReceiverStream::new(frame_rx)))))
@@ -187,7 +187,7 @@ fn chunked_requests_and_responses_keep_their_trailers() {
             .header("trailer", "x-sum")
             .body(any(StreamBody::new(tokio_stream::iter(frames))))
             .unwrap();
-        let answer = Http1::handshake(http(mesh).await).await.fetch(req).await.unwrap();
+        let answer = Http1::handshake(dial_web(mesh).await).await.fetch(req).await.unwrap();
         assert_eq!(answer.text(), "in several chunks");
         assert_eq!(answer.trailers["x-sum"], "42");
     });
@@ -196,7 +196,7 @@ fn chunked_requests_and_responses_keep_their_trailers() {
 #[test]
 fn responses_without_a_body_leave_the_connection_usable() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
-        let mut client = Http1::handshake(http(mesh).await).await;
+        let mut client = Http1::handshake(dial_web(mesh).await).await;
         let mut send_request = async |method: Method, path: &str| {
             let req = Request::builder().method(method).uri(path).header("host", "web.test");
             client.fetch(req.body(empty()).unwrap()).await.unwrap()
@@ -219,13 +219,13 @@ fn responses_without_a_body_leave_the_connection_usable() {
 fn large_bodies_pass_both_ways_at_once() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
         let body = Bytes::from_iter((0..8 << 20).map(|n: u32| (n % 251) as u8));
-        let mut http1 = Http1::handshake(http(mesh).await).await;
+        let mut http1 = Http1::handshake(dial_web(mesh).await).await;
         let req = Request::post("/echo")
             .header("host", "web.test")
             .body(full(body.clone()))
             .unwrap();
         assert!(http1.fetch(req).await.unwrap().body == body);
-        let mut http2 = Http2::handshake(http(mesh).await).await;
+        let mut http2 = Http2::handshake(dial_web(mesh).await).await;
         let req = Request::post("http://web.test/echo")
             .version(Version::HTTP_2)
             .body(full(body.clone()))
@@ -243,7 +243,7 @@ fn clients_that_wait_for_100_continue_get_it() {
                 let body = req.into_body().collect().await.unwrap();
                 Response::new(full(body.to_bytes()))
             });
-            let mut client = http(mesh).await;
+            let mut client = dial_web(mesh).await;
             let head = "POST / HTTP/1.1\r\nhost: web.test\r\ncontent-length: 5\r\nexpect: 100-continue\r\n\r\n";
             client.write_all(head.as_bytes()).await.unwrap();
             let interim = read_until(&mut client, "\r\n\r\n").await;
@@ -259,7 +259,7 @@ fn clients_that_wait_for_100_continue_get_it() {
 #[test]
 fn a_client_that_asks_to_close_is_closed_after_its_response() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
-        let mut client = http(mesh).await;
+        let mut client = dial_web(mesh).await;
         let head = "GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n";
         client.write_all(head.as_bytes()).await.unwrap();
         let mut rsp = String::new();
@@ -272,7 +272,7 @@ fn a_client_that_asks_to_close_is_closed_after_its_response() {
 #[test]
 fn requests_in_one_write_are_answered_in_order() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
-        let mut client = http(mesh).await;
+        let mut client = dial_web(mesh).await;
         let requests = ["a", "b", "c"]
             .map(|word| format!("POST /echo HTTP/1.1\r\nhost: web.test\r\ncontent-length: 1\r\n\r\n{word}"));
         client.write_all(requests.concat().as_bytes()).await.unwrap();
@@ -291,7 +291,7 @@ fn requests_in_one_write_are_answered_in_order() {
 #[test]
 fn a_hundred_websocket_messages_pass() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
-        let (mut socket, rsp) = tokio_tungstenite::client_async("ws://web.test/ws", http(mesh).await)
+        let (mut socket, rsp) = tokio_tungstenite::client_async("ws://web.test/ws", dial_web(mesh).await)
             .await
             .unwrap();
         assert_eq!(rsp.status(), 101);

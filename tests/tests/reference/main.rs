@@ -152,7 +152,7 @@ fn every_annotation_and_label_that_a_program_names_is_declared() {
             let is_prefix = name.is_empty() || name.ends_with('-');
             let is_declared = annotation::ALL.iter().any(|row| literal.starts_with(row.name))
                 || label::ALL.iter().any(|row| literal.starts_with(row.name));
-            if !is_api_version && !is_prefix && !is_declared && !NAMES_OF_OTHER_THINGS.contains(&literal) {
+            if !is_api_version && !is_prefix && !is_declared && !NOT_ANNOTATIONS.contains(&literal) {
                 undeclared.push(format!("{}: {literal}", path.display()));
             }
         }
@@ -188,9 +188,9 @@ fn every_header_that_a_program_names_is_declared() {
     );
 }
 
-/// Names with the syntax of annotations: the controller in a status, the type of a Secret, and a common misspelling that
-/// `tulle check` finds.
-const NAMES_OF_OTHER_THINGS: [&str; 5] = [
+/// Other names with the syntax of annotations: the type of a Secret, two controllers in statuses, the scheme of the issuer, and a
+/// common misspelling that `tulle check` finds.
+const NOT_ANNOTATIONS: [&str; 5] = [
     "mirror.linkerd.io/remote-kubeconfig",
     "linkerd.io/policy-controller",
     "linkerd.io/service-mirror",

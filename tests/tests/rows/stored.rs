@@ -311,7 +311,7 @@ fn complete_pod(pod: &mut Value) {
 
 async fn delete_all(client: &Client, objects: Vec<ObjectReference>) -> anyhow::Result<()> {
     // Background deletion, because deletion of jobs would otherwise wait for the garbage collector, which does not run.
-    let now = DeleteParams::background().grace_period(0);
+    let immediate = DeleteParams::background().grace_period(0);
     for object in objects {
         let (api, name) = (object.api(client), &object.name);
         // The object may be gone: Endpoints are deleted with their Service.
@@ -323,7 +323,7 @@ async fn delete_all(client: &Client, objects: Vec<ObjectReference>) -> anyhow::R
             let free = Patch::Merge(json!({"metadata": {"finalizers": null}}));
             api.patch(name, &PatchParams::default(), &free).await?;
         } else {
-            api.delete(name, &now).await?;
+            api.delete(name, &immediate).await?;
         }
     }
     Ok(())

@@ -79,7 +79,7 @@ impl Suite {
         let last_line = query.prints.lines().last().unwrap_or_default();
         // Prints how often each last line was printed.
         let run = format!(
-            "cat > /tmp/often <<'END'\nset -euo pipefail\n{}\n{}\nEND\n\
+            "cat > /tmp/often <<'SCRIPT'\nset -euo pipefail\n{}\n{}\nSCRIPT\n\
              seq {count} | xargs -n 1 -P {PARALLEL} bash -c 'echo \"$(bash /tmp/often 2>&1 | tail -n 1)\"' | sort | uniq -c",
             preamble(deployed, host),
             query.run
@@ -105,7 +105,7 @@ impl Suite {
         let host = format!("{}-0.{}-pods.{NAMESPACE}", deployed.name, deployed.name);
         // `timeout` ends a client that tries again and again.
         let run = format!(
-            "cat > /tmp/refused <<'END'\nset -euo pipefail\n{}\n{}\nEND\ntimeout {REFUSAL_SECONDS} bash /tmp/refused",
+            "cat > /tmp/refused <<'SCRIPT'\nset -euo pipefail\n{}\n{}\nSCRIPT\ntimeout {REFUSAL_SECONDS} bash /tmp/refused",
             preamble(deployed, &host),
             server.query.run
         );

@@ -33,8 +33,8 @@ pub(in crate::cluster) struct ObjectMetrics {
     unreadable: AHashMap<(Kind, NamespacedName), (String, GaugeGuard)>,
 }
 
-/// The share of this `Cluster` in its gauge. While a linked cluster is connected anew, two `Cluster`s of the same name add to one
-/// gauge, so each subtracts its share on drop.
+/// A gauge, and the part of its value that this `Cluster` has added. While another connection to a linked cluster replaces the
+/// old one, two `Cluster`s with its name add to one gauge, so each subtracts its part when it is dropped.
 struct CountGauge {
     gauge: Arc<Gauge>,
     count: i64,

@@ -21,20 +21,20 @@ pub struct PublishedValue<T> {
 #[derive(Clone, Debug)]
 pub struct EncoderId {
     id: usize,
-    recent: Arc<RecentEncodings>,
+    values: Arc<ValuesWithEncodings>,
 }
 
 impl EncoderId {
-    pub(in crate::cluster) fn new(id: usize, recent: Arc<RecentEncodings>) -> Self {
-        Self { id, recent }
+    pub(in crate::cluster) fn new(id: usize, values: Arc<ValuesWithEncodings>) -> Self {
+        Self { id, values }
     }
 }
 
 /// The values that have cached encodings.
 #[derive(Default)]
-pub(in crate::cluster) struct RecentEncodings(Mutex<Vec<Weak<dyn CachedEncodings>>>);
+pub(in crate::cluster) struct ValuesWithEncodings(Mutex<Vec<Weak<dyn CachedEncodings>>>);
 
-impl RecentEncodings {
+impl ValuesWithEncodings {
     /// Removes the encodings that were not used since the last call. Yields to other tasks now and then.
     pub(in crate::cluster) async fn remove_unused(&self) {
         let values = std::mem::take(&mut *self.0.lock());
@@ -52,9 +52,11 @@ impl RecentEncodings {
     }
 }
 
-impl fmt::Debug for RecentEncodings {
+impl fmt::Debug for ValuesWithEncodings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("RecentEncodings").field(&self.0.lock().len()).finish()
+        f.debug_tuple("ValuesWithEncodings")
+            .field(&self.0.lock().len())
+            .finish()
     }
 }
 
@@ -135,8 +137,8 @@ impl<T: Send + Sync + 'static> PublishedValue<T> {
             return Ok(found.bytes.clone());
         }
         let bytes = encode()?;
-        // A value that has encodings is already in the list of recent encodings.
-        let is_in_recent = !all.is_empty();
+        // A value that has encodings is already in the list of such values.
+        let is_listed = !all.is_empty();
         // Remove encodings whose previous value was dropped: no subscriber has it any more.
         all.retain(|encoded| {
             encoded
@@ -144,9 +146,9 @@ impl<T: Send + Sync + 'static> PublishedValue<T> {
                 .as_ref()
                 .is_none_or(|previous| previous.strong_count() > 0)
         });
-        if !is_in_recent {
+        if !is_listed {
             let value: Weak<dyn CachedEncodings> = Arc::downgrade(self) as _;
-            key.encoder.recent.0.lock().push(value);
+            key.encoder.values.0.lock().push(value);
         }
         // Grows by one, because most values have only two encodings: for new subscribers, and relative to the previous value.
         all.reserve_exact(1);
@@ -225,10 +227,10 @@ mod tests {
     #[test]
     fn encodings_for_dropped_previous_values_are_removed() {
         let now = Arc::new(PublishedValue::new(0));
-        let recent = Arc::<RecentEncodings>::default();
+        let listed = Arc::<ValuesWithEncodings>::default();
         let follow = |after: &Arc<PublishedValue<i32>>| {
             let key = EncodingKey {
-                encoder: &EncoderId::new(1, recent.clone()),
+                encoder: &EncoderId::new(1, listed.clone()),
                 previous: Some(after),
                 zone: None,
             };
@@ -238,13 +240,13 @@ mod tests {
             follow(&Arc::new(PublishedValue::new(n)));
         }
         assert_eq!(now.encodings.lock().len(), 1);
-        assert_eq!(recent.0.lock().len(), 1);
+        assert_eq!(listed.0.lock().len(), 1);
     }
 
     #[tokio::test]
     async fn encodings_are_kept_while_they_are_used() {
-        let recent = Arc::<RecentEncodings>::default();
-        let encoder = EncoderId::new(1, recent.clone());
+        let listed = Arc::<ValuesWithEncodings>::default();
+        let encoder = EncoderId::new(1, listed.clone());
         let (value, dropped) = (Arc::new(PublishedValue::new(1)), Arc::new(PublishedValue::new(2)));
         let n_encoded = std::cell::Cell::new(0);
         let encode = |value: &Arc<PublishedValue<i32>>| {
@@ -257,14 +259,14 @@ mod tests {
         assert_eq!((encode(&value), encode(&dropped)), (1, 2));
         drop(dropped);
         for _ in 0..3 {
-            recent.remove_unused().await;
+            listed.remove_unused().await;
             assert_eq!(encode(&value), 2);
         }
-        assert_eq!(recent.0.lock().len(), 1);
-        recent.remove_unused().await;
-        recent.remove_unused().await;
-        assert!(value.encodings.lock().is_empty() && recent.0.lock().is_empty());
+        assert_eq!(listed.0.lock().len(), 1);
+        listed.remove_unused().await;
+        listed.remove_unused().await;
+        assert!(value.encodings.lock().is_empty() && listed.0.lock().is_empty());
         assert_eq!(encode(&value), 3);
-        assert_eq!(recent.0.lock().len(), 1);
+        assert_eq!(listed.0.lock().len(), 1);
     }
 }

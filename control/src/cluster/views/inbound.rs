@@ -468,13 +468,13 @@ impl PortContext<'_> {
         let limit = self
             .oldest_rate_limit(server)
             .filter(|limit| limit.unreadable.is_none())?;
-        let per_client = limit.overrides.iter().map(|per_client| {
-            let identities = per_client
+        let overrides = limit.overrides.iter().map(|limit_override| {
+            let identities = limit_override
                 .clients
                 .iter()
                 .map(|client| self.service_account_identity(client))
                 .collect();
-            (per_client.limit.get(), identities)
+            (limit_override.limit.get(), identities)
         });
         Some(RateLimit {
             reference: ObjectRef {
@@ -486,7 +486,7 @@ impl PortContext<'_> {
             },
             total: limit.total.map(std::num::NonZero::get),
             per_identity: limit.per_identity.map(std::num::NonZero::get),
-            overrides: per_client.collect(),
+            overrides: overrides.collect(),
         })
     }
 }

@@ -56,7 +56,7 @@ impl View for ProfileView {
                 client_namespace,
             } => match reader.service(service) {
                 Some(service) => {
-                    service_profile(reader, config, (service, *port), fqn.clone(), client_namespace.as_ref())
+                    service_port_profile(reader, config, (service, *port), fqn.clone(), client_namespace.as_ref())
                 }
                 None => Profile::ServiceMissing,
             },
@@ -95,7 +95,7 @@ fn address_profile(
         [] => endpoint_profile(reader, config, addr),
         [service] => {
             let fqn = service_fqn(&service.meta.name, config);
-            service_profile(reader, config, (service, addr.port()), fqn, client_namespace)
+            service_port_profile(reader, config, (service, addr.port()), fqn, client_namespace)
         }
         [..] => Profile::Ambiguous(format!("several services have the address {}", addr.ip())),
     }
@@ -105,7 +105,7 @@ fn service_fqn(service: &NamespacedName, config: &Config) -> String {
     format!("{}.{}.svc.{}", service.name, service.namespace, config.cluster_domain)
 }
 
-fn service_profile(
+fn service_port_profile(
     reader: &Reader<'_>,
     config: &Config,
     (service, port): (&Service, u16),
@@ -261,7 +261,7 @@ fn pod_profile(reader: &Reader<'_>, config: &Config, pod: &Pod, address: PodAddr
     }
 }
 
-/// Adds the label `namespace` to an endpoint. Endpoints of Services do not need it: the set of their addresses has this label.
+/// Adds the label `namespace` to an endpoint. Endpoints of Services do not need it: the message that lists them has this label.
 fn add_namespace_label(endpoint: &mut Endpoint, namespace: &Arc<str>) {
     let labels = &mut Arc::make_mut(&mut endpoint.shared).labels;
     labels.push(("namespace".into(), namespace.clone()));

@@ -23,9 +23,9 @@ pub(in crate::injection) fn application_error(values: &Values, spec: &PodSpec) -
 /// Warnings about init containers that run as the proxy's user or group. They are not denied, because some need the network before
 /// a sidecar that is not native starts.
 pub(in crate::injection) fn init_container_warnings(values: &Values, spec: &PodSpec) -> Vec<String> {
-    let is_setup = |container: &&Container| container.restart_policy.as_deref() != Some("Always");
-    let setup = spec.init_containers.iter().flatten().filter(is_setup);
-    let found = setup.filter_map(|container| {
+    let is_no_sidecar = |container: &&Container| container.restart_policy.as_deref() != Some("Always");
+    let without_sidecars = spec.init_containers.iter().flatten().filter(is_no_sidecar);
+    let found = without_sidecars.filter_map(|container| {
         let SharedId { kind, id, .. } = shared_id(values, spec, container)?;
         let name = &container.name;
         Some(format!(

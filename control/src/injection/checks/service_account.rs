@@ -14,7 +14,7 @@ pub(in crate::injection) fn name_error(spec: &PodSpec) -> Option<String> {
     (!is_dns_label(name)).then(|| {
         format!(
             "the identity service issues no certificate for the service account name {name:?}, so the proxy would never be \
-             ready: run the pod as a service account whose name has lower-case letters, digits and '-' only, at most 63, or \
+             ready: run the pod as a service account whose name is at most 63 lower-case letters, digits and '-', or \
              leave the pod out of the mesh (annotation linkerd.io/inject: disabled)"
         )
     })

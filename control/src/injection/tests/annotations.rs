@@ -44,6 +44,7 @@ const EFFECTS: &[(&str, &str, &str, &str)] = &[
         "3306,9000-9001",
     ),
     ("opaque-ports", "", "env INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION", ""),
+    // Has no effect: the ports are those of the containers.
     ("pod-inbound-ports", "1", "env INBOUND_PORTS", "3306,8080"),
     ("proxy-cpu-request", "100m", "/resources/requests/cpu", "100m"),
     ("proxy-cpu-request", "1500m", "env CORES", "2"),

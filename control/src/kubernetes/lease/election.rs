@@ -70,10 +70,10 @@ impl Election {
             self.renewed_at = None;
         }
         if self.observed.as_ref().is_none_or(|seen| seen.record != record) {
-            // The holder renewed at some time between the previous request and this read. The wait is counted from the previous
-            // request, but never from earlier than one retry interval (with jitter) before this read. A candidate therefore waits
-            // after the renewal for at least `duration`, minus one such interval, minus `TAKEOVER_LEAD_TIME`. This is safe, because
-            // the holder stops leading earlier, `renew_deadline` after the renewal.
+            // The holder renewed between the previous request and this read. `duration` is counted from the previous request, but
+            // from no earlier than one retry interval (with jitter) before this read. So a candidate can acquire the lease before
+            // `duration` after the renewal has passed: earlier by this interval and `TAKEOVER_LEAD_TIME` at most. The holder has
+            // stopped by then: it stops leading `renew_deadline` after the renewal.
             let earliest = sent_at - self.timing.retry_interval.mul_f64(1.0 + JITTER);
             self.observed = Some(ObservedRecord {
                 record,

@@ -40,8 +40,8 @@ struct State {
 pub(super) enum WatchEndCause {
     /// The API server ended it or closed the connection, so all changes until then have arrived.
     Server,
-    /// The API server was unreachable for an unknown time before.
-    Timeout,
+    /// The API server was unreachable, for an unknown time before the end.
+    ConnectionLost,
 }
 
 impl Freshness {

@@ -249,7 +249,7 @@ impl Reflector {
     async fn mark_up_to_date(&mut self, at: Instant) {
         self.freshness.mark_up_to_date(at);
         if let Some(listed) = self.first_list.take() {
-            // Fails only if the receiver is dropped, which no longer needs the message.
+            // Fails only if the receiver is dropped. Then nothing waits for the message.
             let _ = listed.send(self.watched.kind).await;
         }
     }
@@ -265,7 +265,7 @@ impl Reflector {
                 );
             }
             if let Some(listed) = self.first_list.take() {
-                // Fails only if the receiver is dropped, which no longer needs the message.
+                // Fails only if the receiver is dropped. Then nothing waits for the message.
                 let _ = listed.send(self.watched.kind).await;
             }
             // The permission can be missing on purpose, so the kind is not stale.
@@ -513,7 +513,7 @@ impl Reflector {
         let reading = reading.unwrap_or(Err(Error::WatchTimeout(limit)));
         let is_lost_connection = reading.as_ref().is_err_and(Error::is_lost_connection);
         self.freshness.watch_ended(match is_lost_connection {
-            true => WatchEndCause::Timeout,
+            true => WatchEndCause::ConnectionLost,
             false => WatchEndCause::Server,
         });
         // The next watch starts after these events, so they are reported even if this watch failed.

@@ -544,7 +544,7 @@ async fn a_list_with_an_object_without_metadata_deletes_nothing() {
         0 => list(7, &[&server("a", 5)]),
         1 => watch(&[], AfterChunks::End),
         _ if uri.contains("watch=true") => text_response(410, r#"{"code":410,"message":"expired"}"#),
-        // The list after it: `a` is the object that cannot be read.
+        // The list after the expired watch: `a` is the object that cannot be read.
         2..9 => list(8, &[r#"{"metadata":"a"}"#, &server("b", 6)]),
         _ => list(9, &[&server("a", 5), &server("b", 6)]),
     });

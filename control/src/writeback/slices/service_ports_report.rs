@@ -21,7 +21,7 @@ use crate::writeback::slices::reconcile::undeclared_ports;
 
 /// The report. It does not depend on leadership. Clones share their state.
 #[derive(Clone)]
-pub(in crate::writeback) struct ServicePortsReport(Arc<Shared>);
+pub(in crate::writeback) struct UndeclaredPortsReport(Arc<Shared>);
 
 struct Shared {
     cluster: Cluster,
@@ -43,7 +43,7 @@ struct UndeclaredPort {
     _gauge_guard: GaugeGuard,
 }
 
-impl ServicePortsReport {
+impl UndeclaredPortsReport {
     pub(in crate::writeback) fn new(cluster: Cluster) -> Self {
         Self(Arc::new(Shared {
             cluster,
@@ -200,7 +200,7 @@ mod tests {
     fn a_workload_is_counted_while_it_does_not_declare_a_port_of_its_service() {
         let registry = Registry::new();
         let cluster = Cluster::new(cluster::Config::default(), &registry);
-        let report = ServicePortsReport::new(cluster);
+        let report = UndeclaredPortsReport::new(cluster);
         let object = |kind: Kind, name: &str, labels: Value, spec: Value| {
             let metadata = json!({"name": name, "namespace": "shop", "labels": labels});
             Event::Applied(decode(kind, &json!({"metadata": metadata, "spec": spec})).unwrap())

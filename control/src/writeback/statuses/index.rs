@@ -353,7 +353,7 @@ impl StatusIndex {
         dependents.unwrap_or_default()
     }
 
-    /// Returns all objects that have a status from this controller.
+    /// Returns all objects whose status this controller writes.
     pub(super) fn objects_with_status(&self) -> Vec<ObjectId> {
         let routes = self.routes.keys().cloned();
         let limits = self

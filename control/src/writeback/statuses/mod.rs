@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ahash::AHashSet;
-use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind, Patch as Body, PatchParams};
+use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind, Patch, PatchParams};
 use kube::{Client, Error};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -239,7 +239,7 @@ impl Controller {
             let mut body = body.clone();
             body["apiVersion"] = json!(resource.api_version);
             let api: Api<DynamicObject> = Api::namespaced_with(self.0.client.clone(), &name.namespace, &resource);
-            match api.patch_status(&name.name, &params, &Body::Merge(&body)).await {
+            match api.patch_status(&name.name, &params, &Patch::Merge(&body)).await {
                 // The object or the API version does not exist.
                 Err(Error::Api(status)) if status.code == 404 && versions.peek().is_some() => {}
                 Err(err) => return Err(err),

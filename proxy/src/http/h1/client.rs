@@ -76,15 +76,13 @@ impl ResendableRequest {
     }
 }
 
-/// Where a request may be resent.
+/// Where a request may be resent. [`Exchange::into_failure`] has the conditions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ResendTarget {
-    /// A new connection to the same endpoint: the request was not read; or it has no body, the resend policy permits a resend, and
-    /// the connection was idle before.
+    /// A new connection to the same endpoint.
     SameEndpoint,
     /// Another endpoint, if the port of this endpoint is closed now, and the kernel discarded the request or the connection was
-    /// reset. While the port is open, the request itself may be the reason why the application closed the connection. If the
-    /// connection was idle before, [`FailedExchange::error`] permits the resend to another endpoint without these conditions.
+    /// reset. While the port is open, the request itself may be the reason why the application closed the connection.
     OtherEndpointIfPortClosed,
 }
 
@@ -256,19 +254,24 @@ impl Exchange {
         }
     }
 
-    /// Converts a missing response head to an error. `policy` permits the resend of a request that the server may have
-    /// processed. The first case of the table that applies decides. The first three cases return the request too; they apply
-    /// only to a request that was written in one short write or not at all. The caller of `EndpointClient::send` resends to another
-    /// endpoint. It has its own copy of the request, and [`Error::resendable`] says whether it may send that.
+    /// Converts a missing response head to an error, and decides whether the request may be resent. `policy` says which requests
+    /// may be resent although the server may have processed them. The first case of the table that applies decides:
     ///
     /// | Case | May be resent |
     /// |---|---|
-    /// | The connection was idle before, the request has no body, and `policy` permits it | to the same endpoint |
-    /// | A local application has not read the request | to the same endpoint |
-    /// | A local application may have read it, and `policy` permits it | as [`ResendTarget::OtherEndpointIfPortClosed`] says |
-    /// | The endpoint is remote, and nothing of the request was written | to another endpoint |
-    /// | The connection was idle before, and `policy` permits it | to another endpoint |
-    /// | Any other | no |
+    /// | 1. The connection was idle before, the request has no body, and `policy` permits it | to the same endpoint |
+    /// | 2. A local application has not read the request | to the same endpoint |
+    /// | 3. A local application may have read it, and `policy` permits it | [`ResendTarget::OtherEndpointIfPortClosed`] |
+    /// | 4. The endpoint is remote, and nothing of the request was written | to another endpoint |
+    /// | 5. The connection was idle before, and `policy` permits it | to another endpoint |
+    /// | 6. Any other | no |
+    ///
+    /// In the cases 1 to 3, the request is returned with the error. They apply only to a request that was written in one short
+    /// write or not at all, because no other request is kept.
+    ///
+    /// In the cases 4 and 5, only [`Error::resendable`] tells that the request may be resent: the caller of
+    /// `EndpointClient::send` has a copy of the request and sends that to another endpoint. So it does in case 3 if the
+    /// connection was idle before, whether or not the port is closed.
     ///
     /// Only the kernel of this host knows whether a local application has read the request: it answers data that cannot be
     /// read any more with a reset. A reset alone is no proof, because an application can also cause one after it has read

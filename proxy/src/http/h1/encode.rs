@@ -413,7 +413,7 @@ impl<B: SendableBody> OutgoingMessage<B> {
         }
     }
 
-    /// Frames `data`, and moves it to `staged` if it is short.
+    /// Encodes `data`: begins its chunk, or counts it towards the known length. Moves it to `staged` if it is short.
     fn encode_data(&mut self) -> Result<(), Error> {
         let len = self.data.len();
         if len == 0 {

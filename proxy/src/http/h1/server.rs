@@ -274,7 +274,7 @@ fn write_message(
     connection: &SharedServerConnection,
     message: OutgoingMessage<Body>,
     counter: &Counter,
-    check_close: bool,
+    watch_for_close: bool,
     mut is_last: bool,
 ) -> impl Future<Output = Result<(), ConnectionEnd>> {
     let mut writing = ResponseWrite { connection, message };
@@ -304,7 +304,7 @@ fn write_message(
         if let Poll::Ready(timeout) = message.poll_deadline(cx) {
             return Poll::Ready(Err(ConnectionEnd::Failed(timeout)));
         }
-        let closed = connection.lock().poll_client_closed(cx, check_close);
+        let closed = connection.lock().poll_client_closed(cx, watch_for_close);
         closed.map(|error| Err(ConnectionEnd::Failed(error)))
     })
 }

@@ -78,14 +78,14 @@ pub(super) enum RequestBodyState {
 
 impl ServerConnection {
     /// Ready when the client no longer waits for its response: the connection failed, or the kernel reports it as closed. A
-    /// plaintext client that has only sent FIN still gets its response; under TLS a FIN counts as a close. Without `check_close`,
-    /// only a connection that is lost within the request body counts.
-    pub(super) fn poll_client_closed(&mut self, cx: &mut Context<'_>, check_close: bool) -> Poll<Error> {
+    /// plaintext client that has only sent FIN still gets its response; under TLS a FIN counts as a close. Without
+    /// `watch_for_close`, only a connection that is lost within the request body counts.
+    pub(super) fn poll_client_closed(&mut self, cx: &mut Context<'_>, watch_for_close: bool) -> Poll<Error> {
         // Write pending interim responses. An error occurs again when the response is written.
         let _ = self.poll_interims(cx);
         match self.request_state {
             RequestBodyState::ConnectionLost => return Poll::Ready(Error::ClientClosed),
-            RequestBodyState::Complete if check_close && self.read_buffer.is_empty() => {}
+            RequestBodyState::Complete if watch_for_close && self.read_buffer.is_empty() => {}
             RequestBodyState::Complete => return Poll::Pending,
             // The request body changes the state when it ends or is dropped.
             RequestBodyState::Receiving | RequestBodyState::AwaitingContinue | RequestBodyState::Abandoned => {

@@ -91,7 +91,7 @@ pub(crate) struct ExtendedConnectSender {
     guard: UpgradedStreamGuard,
 }
 
-/// Number of tokens that belong to no stream: one of the windows, and one of [`SharedConnection`].
+/// Number of tokens that belong to no stream: [`FlowControlWindows`] has one, and [`SharedConnection`] has one.
 const N_TOKENS_WITHOUT_STREAMS: usize = 2;
 
 impl SharedConnection {
@@ -185,8 +185,8 @@ fn is_closed(send: &mut SendRequest<Bytes>) -> bool {
     matches!(polled, Poll::Ready(Err(_)))
 }
 
-/// Stream limit of `h2` before the peer's settings arrive. No settings lead to this value (`h2` uses `usize::MAX` for no limit), so
-/// the first change of the limit shows that they have arrived.
+/// Stream limit of `h2` before the peer's settings arrive. Settings never result in this value (if they contain no limit, `h2`
+/// uses `usize::MAX`), so the first change of the limit shows that they have arrived.
 const UNKNOWN_MAX_STREAMS: usize = usize::MAX - 1;
 /// Maximum time a request waits for a free stream when no further connection can be dialled. Also the maximum time an extended
 /// CONNECT waits for the peer's settings.

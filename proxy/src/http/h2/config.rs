@@ -60,9 +60,9 @@ impl Http2Config {
     /// 16 MiB: enough for about 16,000 requests of usual size. A peer's proxy sends all requests of a worker on one connection.
     pub(crate) const DEFAULT_TOTAL_HEADER_LIST_BYTES: usize = 16 << 20;
 
-    /// The header list limit that corresponds to `max_head_bytes`, the limit of an HTTP/1 head. A line of n bytes in HTTP/1,
-    /// with its colon, space and CRLF, counts n + 28 here (RFC 9113, section 6.5.2); for n of 10 or more this is less than 4
-    /// n.
+    /// The header list limit that corresponds to `max_head_bytes`, the limit of an HTTP/1 head: four times as much. A line of
+    /// `n` bytes in HTTP/1, with its colon, space and CRLF, has a size of `n + 28` in a header list (RFC 9113, section 6.5.2),
+    /// which is less than `4 * n` for lines of 10 bytes or more.
     pub(crate) fn header_list_limit(max_head_bytes: usize) -> u32 {
         u32::try_from(max_head_bytes.saturating_mul(4)).unwrap_or(u32::MAX)
     }

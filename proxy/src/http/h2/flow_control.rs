@@ -1,4 +1,5 @@
-//! Sizes of the flow-control windows of a connection.
+//! Counts the open streams of a connection, wakes requests that wait for a free stream, and adapts the sizes of the flow-control
+//! windows to the number of streams.
 //!
 //! An unread body holds the window of its stream. With fixed windows, a few unread bodies would use up the connection's
 //! window and block all other streams.
@@ -18,7 +19,7 @@ use tokio::{
 
 use crate::http::h2::config::Http2Config;
 
-/// The number of its clones is approximately the number of open streams of a connection. These hold a clone: each body that is
+/// Counts the open streams of a connection approximately, by the number of its clones. These hold a clone: each body that is
 /// received, each upgraded stream, each sent request until its response head, and each upload that continues after that. Two
 /// further clones belong to no stream (`N_TOKENS_WITHOUT_STREAMS` of server and client). Dropping a clone wakes a request that
 /// waits for a stream.

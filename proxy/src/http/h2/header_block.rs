@@ -107,11 +107,10 @@ pub(super) fn track<T>(io: T, max_bytes: usize, timeout: Duration) -> (TrackedIo
 
 /// Maximum number of bytes that `h2` holds for an incomplete header block: the larger of two cases.
 ///
-/// - Decoded fields: `h2` accepts twice `max_header_list_bytes`, as its builder in `server.rs` sets it, and a short field takes
-///   about twice the bytes that it counts. So 4 times the limit.
-/// - A field that cannot be decoded yet: `h2` keeps its frames. It accepts six of them. It accepts more only if frames are short
-///   compared with `max_header_list_bytes`; then they hold at most 3 times `max_header_list_bytes` together, which is less than
-///   the decoded fields can take.
+/// - Decoded fields: 4 times `max_header_list_bytes`. The builder in `server.rs` makes `h2` accept twice this limit, and a short
+///   field takes about twice as much memory as it counts towards the limit.
+/// - Frames of a field that cannot be decoded yet: six frames of the maximum size. `h2` accepts more frames only if they are
+///   short, and then they hold at most 3 times `max_header_list_bytes` together, less than the decoded fields.
 pub(super) fn max_bytes(params: &Http2Config, max_frame_size: Option<u32>) -> usize {
     let decoded = (params.max_header_list_bytes as usize).saturating_mul(4);
     let frames = (max_frame_size.unwrap_or(MIN_MAX_FRAME_SIZE) as usize).saturating_mul(6);

@@ -320,7 +320,7 @@ impl InterimSink for InterimQueue {
     }
 }
 
-/// Number of tokens that belong to no stream: one of the windows, and one of the task pool.
+/// Number of tokens that belong to no stream: [`FlowControlWindows`] has one, and [`RequestTaskPool`] has one.
 const N_TOKENS_WITHOUT_STREAMS: usize = 2;
 /// Maximum number of idle tasks of one connection.
 const MAX_IDLE_TASKS: usize = 64;

@@ -220,9 +220,9 @@ fn trace_id(headers: &HeaderMap) -> Option<&HeaderValue> {
 }
 
 fn run_writer(mut out: impl Write, lines_rx: &Receiver<LogMessage>) {
-    while let Ok(line) = lines_rx.recv() {
+    while let Ok(message) = lines_rx.recv() {
         // A write error cannot be reported: the log itself has failed.
-        let _ = match line {
+        let _ = match message {
             LogMessage::Text(line) => out.write_all(line.as_bytes()),
             LogMessage::Flush(written_tx) => {
                 let flushed = out.flush();

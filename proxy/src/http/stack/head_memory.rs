@@ -96,7 +96,7 @@ impl ClientHeadMemory {
 /// this size.
 pub(in crate::http) const UNRESERVED_HEAD_BYTES: usize = 8 << 10;
 
-/// Minimum size of a reservation: the default limit of an HTTP/1 head. Large heads usually grow to it, and even a small rest
+/// Minimum size of a reservation: the default limit of an HTTP/1 head. Large heads usually grow to it, and even a shorter part
 /// of a head keeps the 60 KiB buffer of its read allocated.
 const MIN_RESERVATION_BYTES: usize = 64 << 10;
 

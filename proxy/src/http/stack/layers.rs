@@ -1,4 +1,5 @@
-//! Tower layers around the request services of both directions (O5, O12; I7, I11). They do not depend on routing or policy.
+//! Tower layers around the request services of both directions: steps O5, O12, I7 and I11 of `ARCHITECTURE.md`. They do not
+//! depend on routing or policy.
 //!
 //! From the outside in: [`RequestService`] writes the access log and turns errors into responses, [`CountService`] counts requests,
 //! [`AdmissionService`] takes an in-flight slot or sheds the request. The HTTP servers count responses when they send them.

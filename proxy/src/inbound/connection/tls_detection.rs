@@ -50,9 +50,9 @@ impl Connection {
     /// Reads the first bytes of a connection. They decide how its TLS is handled.
     ///
     /// If the policy requires protocol detection, [`Self::detect_protocol`] reads the first bytes, and the TLS parser then gets the
-    /// same bytes. Otherwise this function reads them. In both cases TLS may begin until the proxy's own `detect_timeout` has
-    /// passed, even if the policy has a shorter timeout. If the application was dialled and neither side has sent a byte by then,
-    /// the connection is opaque.
+    /// same bytes. Otherwise this function reads them. In both cases the client has the proxy's own `detect_timeout` to start
+    /// TLS, even if the policy has a shorter timeout. If the application was dialled, and neither side has sent a byte when this
+    /// time is over, the connection is opaque.
     pub(super) async fn detect_tls(
         &self,
         stream: Tcp,

@@ -607,12 +607,11 @@ const MIN_TIME_BETWEEN_POLLS: Duration = Duration::from_millis(50);
 
 /// Rates of new watches and polls of undeclared ports on which no application listens.
 ///
-/// Clients have reasons to connect to a few such ports, because the application has not started yet or has ended. All clients share
-/// the watches of these ports. So 16 new ports at once, and then one a second, are enough for a client network. After 64 new ports
-/// at once, all networks together cause at most one new stream per [`MIN_TIME_BETWEEN_POLLS`], the same rate as for polls. That is 20
-/// streams a second, as many as 20 networks may cause together. If fewer networks scan ports, tokens are left for other clients. If
-/// up to 60 networks scan ports, the first connection of another client waits for at most 60 tokens, thus at most
-/// [`MAX_POLICY_WAIT`].
+/// - For each client network: an application that has not started yet, or has ended, has only a few such ports, and all clients
+///   share their watches. 16 new ports at once, and then one a second, are enough.
+/// - For all networks together: after 64 new ports at once, one new stream per [`MIN_TIME_BETWEEN_POLLS`], that is 20 a second,
+///   the same rate as for polls. If fewer than 20 networks scan ports, tokens are left for other clients. If 60 networks scan
+///   ports, the first connection of another client waits for at most 60 tokens, which takes as long as [`MAX_POLICY_WAIT`].
 const NEW_WATCH_RATES: Rates = Rates {
     per_network: Rate {
         burst: 16,

@@ -43,8 +43,8 @@ impl HttpConnection {
             if current.is_unknown {
                 return self.port_policy.unknown_policy_error();
             }
-            // The error of a gateway connection is not counted here. The gateway can return the same error, so `ErrorLabeler`
-            // counts it in both cases, when it becomes a response.
+            // On a gateway connection, the gateway can return this error too. Therefore it is counted later, when it becomes an
+            // error response (`ErrorLabeler`).
             if matches!(self.upstream, Upstream::App(_)) {
                 self.inbound.families.record_route_not_found(&labels());
             }
@@ -79,10 +79,10 @@ impl HttpConnection {
             info_limited!(self.inbound.audit_log_limiter, client_and_port, "request audited", %client, %target);
         }
         let route_metrics = self.route_metrics(&current, found.route, authorization, is_connect_tunnel);
-        let host_series = self.host_series(&route_metrics, req);
+        let authority_series = self.authority_series(&route_metrics, req);
         let request_metrics = RequestMetrics {
             route_metrics,
-            host_series,
+            authority_series,
         };
         request_metrics.route_metrics.allowed.inc();
         request_metrics.series().record_request();
@@ -145,7 +145,7 @@ impl HttpConnection {
             allowed: families.http_allow.get(&labels),
             series: families.http.series(labels),
             route_series: families.route_series(kind, &current.server_policy.meta, self.addrs.target, &route.meta),
-            last_host_series: Mutex::default(),
+            last_authority_series: Mutex::default(),
         });
         authorized_routes.push(AuthorizedRoute {
             policy: current.clone(),
@@ -158,14 +158,14 @@ impl HttpConnection {
     }
 
     /// The series of a request's authority, if requests are counted by authority.
-    fn host_series(&self, route_metrics: &AuthorizedRouteMetrics, req: &Request<Body>) -> Option<Arc<Series>> {
+    fn authority_series(&self, route_metrics: &AuthorizedRouteMetrics, req: &Request<Body>) -> Option<Arc<Series>> {
         let authorities = self.inbound.authority_labels.as_ref()?;
         let source = match self.client_id {
             Some(_) => HostSource::Trusted,
             None => HostSource::Untrusted,
         };
         let authority = authorities.get(&self.authority_label(req)?, source, |name| name.into())?;
-        let mut last = route_metrics.last_host_series.lock();
+        let mut last = route_metrics.last_authority_series.lock();
         if let Some((last_authority, series)) = &*last
             && Arc::ptr_eq(last_authority, &authority)
         {

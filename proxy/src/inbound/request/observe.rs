@@ -113,18 +113,18 @@ pub(in crate::inbound) struct AuthorizedRouteMetrics {
     pub(super) series: Arc<Series>,
     pub(super) route_series: Arc<RouteSeries>,
     /// The series of the last authority, if requests are counted by authority.
-    pub(super) last_host_series: Mutex<Option<(Arc<str>, Arc<Series>)>>,
+    pub(super) last_authority_series: Mutex<Option<(Arc<str>, Arc<Series>)>>,
 }
 
 /// The metrics of one permitted request.
 pub(super) struct RequestMetrics {
     pub(super) route_metrics: Arc<AuthorizedRouteMetrics>,
     /// The series of the request's authority, if requests are counted by authority.
-    pub(super) host_series: Option<Arc<Series>>,
+    pub(super) authority_series: Option<Arc<Series>>,
 }
 
 impl RequestMetrics {
     pub(super) fn series(&self) -> &Arc<Series> {
-        self.host_series.as_ref().unwrap_or(&self.route_metrics.series)
+        self.authority_series.as_ref().unwrap_or(&self.route_metrics.series)
     }
 }

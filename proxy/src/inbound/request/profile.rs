@@ -72,7 +72,7 @@ impl HttpConnection {
     }
 }
 
-/// The name in an authority; `None` if it is an IP address.
+/// The name in an authority; `None` if it is an IP address or invalid.
 fn name_from_authority(authority: &Authority) -> Option<NameAddr> {
     let port = authority.port_u16().unwrap_or(80);
     match format!("{}:{port}", authority.host()).parse() {

@@ -13,7 +13,7 @@ use crate::{
         profiles::ProfileRequestGuard,
         request::{context::HttpConnection, observe::AuthorizedRouteMetrics},
     },
-    tap::{RequestInfo, SampledTaps, TappedRequest},
+    tap::{RequestInfo, SamplingTaps, TappedRequest},
     tls::status::{ClientTls, NoClientTls},
 };
 
@@ -25,14 +25,14 @@ impl HttpConnection {
         route_metrics: Option<&AuthorizedRouteMetrics>,
         profile_request: Option<&ProfileRequestGuard>,
     ) -> Option<Box<TappedRequest>> {
-        let sampled = self.inbound.taps.sample()?;
-        self.start_sampled_tap(&sampled, req, route_metrics, profile_request)
+        let taps = self.inbound.taps.sample()?;
+        self.start_sampled_tap(&taps, req, route_metrics, profile_request)
     }
 
     #[cold]
     fn start_sampled_tap(
         &self,
-        sampled: &SampledTaps,
+        taps: &SamplingTaps,
         req: &Request<Body>,
         route_metrics: Option<&AuthorizedRouteMetrics>,
         profile_request: Option<&ProfileRequestGuard>,
@@ -57,6 +57,6 @@ impl HttpConnection {
             route_labels,
             ..RequestInfo::new(req, ProxyDirection::Inbound, client.0, target)
         };
-        self.inbound.taps.show(sampled, request_info)
+        self.inbound.taps.show(taps, request_info)
     }
 }

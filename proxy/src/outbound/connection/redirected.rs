@@ -275,7 +275,8 @@ impl Connection {
             }
         };
         if !first.is_complete_request_without_body() {
-            // The acknowledgement of a request is sent with its response. Other clients may wait for it before they send more.
+            // A complete request is acknowledged together with its response, which saves a packet. After other first bytes, the
+            // client may wait for the acknowledgement before it sends more.
             io.enable_quickack();
         }
         match first {
@@ -314,8 +315,8 @@ impl Connection {
 
     /// Checks whether an address that could not be reached before can be reached now.
     ///
-    /// Clients of gRPC have a connection to each of several servers, and send requests to those that accept it. With connections to
-    /// an address that nobody has, they would send requests there again and again.
+    /// gRPC clients connect to several servers, and send requests to each server that accepts the connection. If the proxy
+    /// accepted connections to an address at which no server answers, these clients would send requests there again and again.
     ///
     /// # Errors
     /// The address still cannot be reached.

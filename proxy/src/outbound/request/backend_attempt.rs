@@ -36,7 +36,7 @@ use crate::{
             observe::{RouteAttemptGuard, RouteSource},
         },
     },
-    tap::{RequestInfo, SampledTaps, TappedRequest},
+    tap::{RequestInfo, SamplingTaps, TappedRequest},
     tls::status::{NoServerTls, ServerTls},
     trace,
 };
@@ -173,8 +173,8 @@ impl BackendAttempt<'_> {
             Instant::now()
         };
         let observer = EndpointObserver::start(&endpoint, started_at, connected_at_once);
-        let sampled = endpoint.taps.sample();
-        let tapped = sampled.and_then(|sampled| self.start_tap(&sampled, req, &endpoint));
+        let taps = endpoint.taps.sample();
+        let tapped = taps.and_then(|taps| self.start_tap(&taps, req, &endpoint));
         let span = trace::start_client_span(endpoint.tracer.as_ref(), req);
         let result = {
             let client = endpoint.client(self.client.worker);
@@ -260,7 +260,7 @@ impl BackendAttempt<'_> {
 
     /// Shows this attempt to the taps that have sampled it and match it.
     #[cold]
-    fn start_tap(&self, sampled: &SampledTaps, req: &Request<Body>, endpoint: &Endpoint) -> Option<Box<TappedRequest>> {
+    fn start_tap(&self, taps: &SamplingTaps, req: &Request<Body>, endpoint: &Endpoint) -> Option<Box<TappedRequest>> {
         let request_info = RequestInfo {
             source_labels: ServerTls::Plain(NoServerTls::Loopback).tap_labels(),
             destination_labels: Cow::Borrowed(&endpoint.spec.labels),
@@ -273,7 +273,7 @@ impl BackendAttempt<'_> {
                 endpoint.spec.addr,
             )
         };
-        endpoint.taps.show(sampled, request_info)
+        endpoint.taps.show(taps, request_info)
     }
 
     /// Whether the request may be sent again after this error.

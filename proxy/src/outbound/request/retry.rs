@@ -368,7 +368,6 @@ fn awaits_grpc_trailers(rsp: &Response<Body>) -> bool {
 /// wait, so the caller can still use the body if this call is cancelled.
 async fn peek_grpc_status(rsp: &mut Response<Body>) -> Result<Option<i32>, Error> {
     let (body, mut read) = (rsp.body_mut(), VecDeque::<Bytes>::new());
-    // The first frame is awaited.
     let after_data = match body.frame().await.transpose()?.map(Frame::into_data) {
         Some(Ok(data)) => {
             read.push_back(data);

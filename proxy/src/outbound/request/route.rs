@@ -238,7 +238,7 @@ mod tests {
             ("EgressNetwork", "/public/../admin", None),
             ("EgressNetwork", "/public/%2e%2e/admin", None),
             ("EgressNetwork", "/public//a", None),
-            ("EgressNetwork", "/other//a", Some(false)), // of another host
+            ("EgressNetwork", "/other//a", Some(false)), // its host has no rule that depends on the path
             // Rules of Services are compared with the original path, because they cannot deny paths.
             ("Service", "/%70ublic/../admin", Some(true)),
             ("Service", "/public/a", Some(false)),

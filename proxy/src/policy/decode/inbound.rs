@@ -147,8 +147,7 @@ fn grpc(messages: Vec<proto::GrpcRoute>, server_authorizations: &Authorizations)
     })
 }
 
-/// Converts matches so that they can be compared with normalized paths. If rules of a port depend on the path, they are compared
-/// with the normal form of the path.
+/// Converts matches so that they can be compared with normalized paths, as on every port with rules that depend on the path.
 fn normalize_path_matches(matches: Vec<RequestMatch>) -> Vec<RequestMatch> {
     matches.into_iter().map(RequestMatch::with_normalized_path).collect()
 }

@@ -374,7 +374,7 @@ impl GrpcMatch {
     }
 }
 
-/// A length as `u32`, at most `u32::MAX`. Scores are small, because every request creates and compares some.
+/// A length as `u32`, at most `u32::MAX`. With `u32` a score needs less memory, and every request creates and compares some.
 fn saturating_u32(length: usize) -> u32 {
     u32::try_from(length).unwrap_or(u32::MAX)
 }

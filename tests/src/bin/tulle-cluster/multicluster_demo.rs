@@ -69,7 +69,7 @@ async fn show(args: Args) -> anyhow::Result<()> {
         .await?;
     if !args.once {
         eprintln!("demo: the client continues until Ctrl-C; scale shop/web in either cluster and watch");
-        client.expect("", usize::MAX, |_| false).await?;
+        client.print_until(|_| false).await?;
     }
     ensure!(
         client.failed == 0,
@@ -115,30 +115,33 @@ impl Requests {
         })
     }
 
-    /// Prints each second until `condition` has held for `seconds` seconds in a row, for at most [`EXPECT_TIMEOUT`]. If `seconds` is
-    /// `usize::MAX`, it prints until the client ends.
+    /// Prints each second until `condition` has held for `seconds` seconds in a row, for at most [`EXPECT_TIMEOUT`].
     async fn expect(&mut self, what: &str, seconds: usize, condition: impl Fn(&Second) -> bool) -> anyhow::Result<()> {
         let mut held = 0;
-        let wait = async {
-            while held < seconds {
-                let report = self.load.next().await?.context("the client has ended")?;
-                self.sent += report.requests;
-                self.failed += report.failed;
-                let second = Second::from_report(&report);
-                eprintln!(
-                    "{:>8.0} {:>8} {:>8} {:>8} {:>8}",
-                    report.at, report.requests, second.west, second.east, report.failed
-                );
-                held = if condition(&second) { held + 1 } else { 0 };
-            }
-            anyhow::Ok(())
-        };
-        if seconds == usize::MAX {
-            return wait.await;
-        }
+        let wait = self.print_until(|second| {
+            held = if condition(second) { held + 1 } else { 0 };
+            held >= seconds
+        });
         tokio::select! {
             result = wait => result,
             () = sleep(EXPECT_TIMEOUT) => anyhow::bail!("timed out after {EXPECT_TIMEOUT:?}, waiting for: {what}"),
+        }
+    }
+
+    /// Prints each second until `is_last` returns true for one.
+    async fn print_until(&mut self, mut is_last: impl FnMut(&Second) -> bool) -> anyhow::Result<()> {
+        loop {
+            let report = self.load.next().await?.context("the client has ended")?;
+            self.sent += report.requests;
+            self.failed += report.failed;
+            let second = Second::from_report(&report);
+            eprintln!(
+                "{:>8.0} {:>8} {:>8} {:>8} {:>8}",
+                report.at, report.requests, second.west, second.east, report.failed
+            );
+            if is_last(&second) {
+                return Ok(());
+            }
         }
     }
 }

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use k8s_openapi::api::core::v1::Secret;
 use tokio::task::JoinSet;
 use tonic::{Code, Streaming};
-use tulle_control::cluster::remote_clusters::LinkedClusters;
+use tulle_control::cluster::remote_clusters::AllClusters;
 use tulle_control::cluster::{self, Cluster};
 use tulle_control::destination;
 use tulle_control::kubernetes as client;
@@ -25,7 +25,7 @@ pub(super) const CONTROL_PLANE: &str = "linkerd";
 
 /// The destination service of a cluster. It ends when it is dropped.
 pub(super) struct Destination {
-    clusters: LinkedClusters,
+    clusters: AllClusters,
     registry: Registry,
     _signal: drain::Signal,
     _tasks: JoinSet<()>,
@@ -35,7 +35,7 @@ impl Destination {
     pub(super) async fn start(server: &ApiServer) -> Self {
         let (registry, (signal, drain)) = (Registry::new(), drain::channel());
         let cluster = Cluster::new(cluster::Config::default(), &registry);
-        let clusters = LinkedClusters::from(cluster.clone());
+        let clusters = AllClusters::from(cluster.clone());
         let mut tasks = JoinSet::new();
         let (sink, references) = ReferencedClusters::from_events(cluster.sink());
         let access = server

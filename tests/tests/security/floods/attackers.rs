@@ -61,7 +61,7 @@ pub(crate) struct ByteSender {
 }
 
 impl Behaviour<'_> {
-    pub(crate) const WITHOUT_TLS: [Self; 7] = [
+    pub(crate) const WITHOUT_TLS_HANDSHAKE: [Self; 7] = [
         Self::Silent,
         Self::Slow,
         Self::SlowTls,

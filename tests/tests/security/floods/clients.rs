@@ -184,7 +184,7 @@ impl GrpcRequest {
     pub(crate) async fn send(self, channel: Channel) -> anyhow::Result<()> {
         match self {
             Self::Certify => {
-                // As long as a valid request.
+                // The fields are as large as those of a valid request.
                 let request = CertifyRequest {
                     token: vec![b'x'; 1500],
                     certificate_signing_request: vec![0; 400],

@@ -96,8 +96,8 @@ impl<'a> MeshedClient<'a> {
             host,
             addr,
             usage,
-            // The client has more connections than each of two hundred attackers: if identities had no effect, the meshed client would be
-            // evicted first.
+            // The client has more connections than each of two hundred attackers: if identities had no effect, the meshed client
+            // would be evicted first.
             n_connections: 3,
         }
     }

@@ -105,7 +105,7 @@ pub(crate) fn flood_cases<'r, 'a>(port: &'r FloodedPort<'a>, many: bool) -> Vec<
                 n,
             });
         };
-        for behaviour in Behaviour::WITHOUT_TLS {
+        for behaviour in Behaviour::WITHOUT_TLS_HANDSHAKE {
             add(behaviour, 400);
         }
         for attack in &port.tls {

@@ -30,7 +30,7 @@ use super::tls_attackers::{self, TlsAttack, TlsBehaviour};
 /// The mesh and its hosts. Dropping it removes everything.
 pub(crate) struct Testbed {
     // Fields drop in this order: processes, then their namespaces, then the files.
-    /// The control plane, which all services of this test share.
+    /// The control plane: all its services in one process.
     pub(crate) control_plane: Process,
     /// `None` only while it is replaced.
     sidecar: Option<Process>,

@@ -191,6 +191,7 @@ impl StatusError {
         }
     }
 }
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -191,7 +191,7 @@ impl<'a> PartlyDecodedObject<'a> {
     }
 }
 
-/// Removes `metadata.managedFields`, which is large and is not used after decoding. It is a slice of `text`.
+/// Replaces `metadata.managedFields` by `null`: it is large and is not used after decoding. `fields` must be a slice of `text`.
 fn without_managed_fields<'a>(text: &'a str, fields: Option<&RawValue>) -> Cow<'a, str> {
     let Some(fields) = fields.map(RawValue::get) else {
         return text.into();

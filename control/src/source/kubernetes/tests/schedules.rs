@@ -20,11 +20,11 @@ const RECOVERY_TIME: Duration = Duration::from_secs(90);
 /// Maximum age of the reported state of a kind that is not reported as stale.
 const MAX_UNNOTICED_AGE: Duration = Duration::from_secs(60);
 
-/// Names of the objects of each kind.
+/// Number of object names of each kind.
 const N_NAMES: usize = 12;
 const PAGE_SIZE: usize = 5;
 
-/// When TCP keep-alive has closed the connection to an unreachable server, in seconds.
+/// Seconds until TCP keep-alive closes the connection to an unreachable server.
 const KEEP_ALIVE_SECONDS: std::ops::Range<u64> = 15..35;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 const BOOKMARK_INTERVAL: Duration = Duration::from_secs(60);
