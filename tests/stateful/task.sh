@@ -101,6 +101,7 @@ unpack() {
   for program in $(busybox --list); do
     if [[ ! -e "$root/usr/bin/$program" && ! -e "$root/usr/sbin/$program" ]]; then ln -s busybox "$root/usr/bin/$program"; fi
   done
+  cp "$(command -v flock)" "$root/usr/bin" # of util-linux, whose other programs are left out
   cp tests/stateful/etc/* "$root/etc"
 }
 

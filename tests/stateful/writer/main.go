@@ -54,11 +54,13 @@ var name string
 const (
 	attemptTimeout = 3 * time.Second
 	// Kafka's client tries again by itself until this limit.
-	kafkaTimeout   = 15 * time.Second
-	readTimeout    = 60 * time.Second
-	betweenWrites  = 5 * time.Millisecond
-	afterFailure   = 50 * time.Millisecond
-	maxErrorLength = 200
+	kafkaTimeout = 15 * time.Second
+	readTimeout  = 60 * time.Second
+	// A request to a member that ends may never be answered.
+	readAttemptTimeout = 20 * time.Second
+	betweenWrites      = 5 * time.Millisecond
+	afterFailure       = 50 * time.Millisecond
+	maxErrorLength     = 200
 )
 
 func main() {
@@ -133,7 +135,7 @@ func writeUntil(store store, timeout time.Duration, ended *atomic.Bool) ([]int, 
 func finish(store store, acknowledged []int, result report) error {
 	deadline := time.Now().Add(readTimeout)
 	for {
-		ctx, cancel := context.WithDeadline(context.Background(), deadline)
+		ctx, cancel := context.WithTimeout(context.Background(), readAttemptTimeout)
 		numbers, err := store.read(ctx)
 		cancel()
 		if err == nil {

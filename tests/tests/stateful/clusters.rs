@@ -352,8 +352,8 @@ echo $((${POD_NAME##*-} + 1)) > /data/zookeeper/myid
 printf '%s\\n' tickTime=2000 initLimit=10 syncLimit=5 dataDir=/data/zookeeper clientPort=$PORT admin.enableServer=false \\
   '4lw.commands.whitelist=*' quorumListenOnAllIPs=true > /tmp/zoo.cfg
 for i in 0 1 2; do echo server.$((i + 1))=zookeeper3-$i.zookeeper3-pods:2888:3888; done >> /tmp/zoo.cfg
-exec java -Xmx256m -Dlog4j.configuration=file:/etc/log4j.properties -cp '/usr/share/brokers/*' \\
-  org.apache.zookeeper.server.quorum.QuorumPeerMain /tmp/zoo.cfg",
+exec java -Xmx256m -Dzookeeper.fastleader.maxNotificationInterval=2000 -Dlog4j.configuration=file:/etc/log4j.properties \\
+  -cp '/usr/share/brokers/*' org.apache.zookeeper.server.quorum.QuorumPeerMain /tmp/zoo.cfg",
     readiness: Readiness::Script("echo ruok | nc 127.0.0.1 $PORT | grep imok"),
     version: "ls /usr/share/brokers/zookeeper-?.*",
     client: "

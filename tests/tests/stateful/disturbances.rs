@@ -134,9 +134,7 @@ impl Suite {
                 meshed.kubectl("scale deploy --all -n linkerd --replicas=1").await?;
                 meshed.wait_for_control_plane().await
             }
-            Disturbance::SidecarKilled => {
-                kill_main_process(&[format!("_pod_name={}", leaders[0]), format!("_pod_ns={NAMESPACE}")])
-            }
+            Disturbance::SidecarKilled => self.kill_container(NAMESPACE, &leaders[0], "linkerd-proxy").await,
             Disturbance::Rollout => {
                 let restart = async |copy: &Deployed<'_>| {
                     let line = format!("rollout restart -n {} statefulset/{}", copy.namespace, copy.name);
@@ -145,12 +143,12 @@ impl Suite {
                 };
                 try_join(restart(&copies[0]), restart(&copies[1])).await.map(drop)
             }
-            Disturbance::LeaderKilled => copies.iter().zip(leaders).try_for_each(|(copy, leader)| {
-                kill_main_process(&[
-                    format!("POD_NAME={leader}"),
-                    format!("POD_NAMESPACE={}", copy.namespace),
-                ])
-            }),
+            Disturbance::LeaderKilled => {
+                for (copy, leader) in copies.iter().zip(leaders) {
+                    self.kill_container(copy.namespace, leader, "server").await?;
+                }
+                Ok(())
+            }
             Disturbance::PodDeleted => {
                 let delete = async |copy: &Deployed<'_>, leader: &str| {
                     let line = format!("delete pod -n {} {leader} --force --grace-period=0", copy.namespace);
@@ -164,6 +162,32 @@ impl Suite {
                 self.kubectl_for_minutes(&drain).await
             }
         }
+    }
+
+    /// Kills the first process of a container.
+    async fn kill_container(&self, namespace: &str, pod: &str, container: &str) -> anyhow::Result<()> {
+        let lists = ["containerStatuses", "initContainerStatuses"];
+        let ids = lists.map(|list| format!("{{.status.{list}[?(@.name==\"{container}\")].containerID}}"));
+        let args = [
+            "get",
+            "pod",
+            "-n",
+            namespace,
+            pod,
+            "-o",
+            &format!("jsonpath={}", ids.concat()),
+        ];
+        let id = self.meshed.cluster.kubectl(&args).await?;
+        let id = id
+            .trim()
+            .strip_prefix("containerd://")
+            .context("the ID of a container")?;
+        let process = find_process(&format!("{container} of {pod} in {namespace}"), |read| {
+            // The last number is its process ID in the container.
+            let is_first = |line: &str| line.starts_with("NSpid:") && line.ends_with("\t1");
+            read("cgroup").contains(id) && read("status").lines().any(is_first)
+        })?;
+        kill(process, Signal::SIGKILL).with_context(|| format!("killing {process}"))
     }
 
     /// Waits until all members of both copies are ready and know each other.
@@ -255,20 +279,6 @@ fn create_storage(copy: &Deployed<'_>) -> anyhow::Result<()> {
         fs::set_permissions(&dir, fs::Permissions::from_mode(0o777))?;
     }
     Ok(())
-}
-
-/// Kills the first process of the container with these environment variables.
-fn kill_main_process(variables: &[String]) -> anyhow::Result<()> {
-    let process = find_process(&variables.join(" "), |read| {
-        let (environ, status) = (read("environ"), read("status"));
-        let has_variable = |variable: &String| environ.split('\0').any(|found| found == variable);
-        // The last number is its process ID in the container.
-        let is_first = status
-            .lines()
-            .any(|line| line.starts_with("NSpid:") && line.ends_with("\t1"));
-        is_first && variables.iter().all(has_variable)
-    })?;
-    kill(process, Signal::SIGKILL).with_context(|| format!("killing {process}"))
 }
 
 /// The sums of all writers in the mesh and outside, and the medians of their longest pauses.

@@ -12,6 +12,10 @@ pub(super) const NAMESPACE: &str = "stateful";
 /// The namespace of pods without a sidecar.
 pub(super) const OUTSIDE: &str = "outside";
 
+/// Waits until no process of an earlier pod uses the files: a pod that is deleted by force can outlive its successor's start, and a
+/// volume of a real cluster is attached to one of them only. The server inherits the lock.
+const WAIT_FOR_STORAGE: &str = "exec 9> /data/lock; flock 9";
+
 /// Both namespaces, with a client for each image.
 pub(super) fn clients(images: &[Image]) -> Value {
     let namespaces = [
@@ -128,7 +132,7 @@ impl<'a> Deployed<'a> {
             "name": "server",
             "image": self.server.image.reference(),
             "imagePullPolicy": "Never",
-            "command": ["bash", "-euo", "pipefail", "-c", self.server.start],
+            "command": ["bash", "-euo", "pipefail", "-c", format!("{WAIT_FOR_STORAGE}\n{}", self.server.start)],
             "env": [
                 {"name": "PORT", "value": self.port.to_string()},
                 field("POD_NAME", "metadata.name"),
