@@ -38,13 +38,8 @@ impl LinkedClusters {
         )?;
         let linked = Self { network, west, east };
         progress("installing the gateway in east, and the controller of the link in west");
-        let gateway = format!("--set gateway.pauseImage={}", Image::Pause.reference());
-        let controller =
-            "--gateway=false --set controllers[0].link.ref.name=east --set controllers[0].enableHeadlessServices=true";
-        for (cluster, flags) in [(&linked.east, &*gateway), (&linked.west, controller)] {
-            let manifests = tulle(cluster, &format!("multicluster install {flags}")).await?;
-            cluster.apply(&manifests).await?;
-        }
+        install_extension(&linked.east, &gateway_flag()).await?;
+        install_extension(&linked.west, &format!("--gateway=false {CONTROLLER_OF_EAST}")).await?;
         linked.wait_for_gateway().await?;
         progress("linking west to east");
         linked.link().await?;
@@ -77,11 +72,29 @@ impl LinkedClusters {
     /// # Errors
     /// Fails if a command fails.
     pub async fn link(&self) -> anyhow::Result<()> {
-        let api_server = self.east.cluster.api_server_url();
-        let line = format!("multicluster link-gen --cluster-name east --api-server-address {api_server}");
-        // Kubernetes writes the token of the account shortly after the account.
-        let link = async || self.west.apply(&tulle(&self.east, &line).await?).await;
-        self.west.cluster.wait_until("west is linked to east", link).await
+        link(&self.west, &self.east, "east").await
+    }
+
+    /// Installs a gateway in `west` and a controller in `east`, and links `east` to `west`, so that each cluster can use Services
+    /// of the other. The gateway of `east` gets its default number of replicas, one.
+    ///
+    /// # Errors
+    /// Fails if a command fails, or a pod does not become ready.
+    pub async fn link_back(&self) -> anyhow::Result<()> {
+        let gateway = gateway_flag();
+        install_extension(&self.west, &format!("{gateway} {CONTROLLER_OF_EAST}")).await?;
+        install_extension(&self.east, &format!("{gateway} {CONTROLLER_OF_WEST}")).await?;
+        for cluster in [&self.west, &self.east] {
+            cluster
+                .cluster
+                .wait_for_deployment(NAMESPACE, "linkerd-gateway")
+                .await?;
+        }
+        link(&self.east, &self.west, "west").await?;
+        self.east
+            .cluster
+            .wait_for_deployment(NAMESPACE, "controller-west")
+            .await
     }
 
     /// Starts the Service `web` of the namespace `shop` in both clusters, with two replicas each, and [`CLIENT`] in `west`. The
@@ -140,6 +153,27 @@ impl LinkedClusters {
     }
 }
 
+/// Installs the extension with these flags, or changes it.
+async fn install_extension(cluster: &MeshedCluster, flags: &str) -> anyhow::Result<()> {
+    let manifests = tulle(cluster, &format!("multicluster install {flags}")).await?;
+    cluster.apply(&manifests).await
+}
+
+fn gateway_flag() -> String {
+    format!("--set gateway.pauseImage={}", Image::Pause.reference())
+}
+
+/// Links `source` to `target`, whose name in `source` is `target_name`.
+async fn link(source: &MeshedCluster, target: &MeshedCluster, target_name: &str) -> anyhow::Result<()> {
+    let api_server = target.cluster.api_server_url();
+    let line = format!("multicluster link-gen --cluster-name {target_name} --api-server-address {api_server}");
+    // Kubernetes writes the token of the account shortly after the account, and the load balancer gets its address shortly after
+    // the Service.
+    let link = async || source.apply(&tulle(target, &line).await?).await;
+    let what = format!("the link to {target_name} is applied");
+    source.cluster.wait_until(&what, link).await
+}
+
 /// Runs `tulle` as the administrator of a cluster, and returns its output.
 ///
 /// # Errors
@@ -180,8 +214,12 @@ pub const CLIENT: Client = Client {
     container: "client",
 };
 const WEB: &str = include_str!("web.yaml");
-const CLIENT_MANIFEST: &str = include_str!("client.yaml");
+/// [`CLIENT`], for a cluster that has the namespace `shop`.
+pub const CLIENT_MANIFEST: &str = include_str!("client.yaml");
 /// The namespace of the extension.
 pub const NAMESPACE: &str = "linkerd-multicluster";
+const CONTROLLER_OF_EAST: &str =
+    "--set controllers[0].link.ref.name=east --set controllers[0].enableHeadlessServices=true";
+const CONTROLLER_OF_WEST: &str = "--set controllers[0].link.ref.name=west";
 const WEST_TRUST_DOMAIN: &str = "cluster.local";
 const EAST_TRUST_DOMAIN: &str = "east.id";

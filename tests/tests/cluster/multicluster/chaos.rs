@@ -14,7 +14,7 @@ use tulle_tests::linked_clusters::{CLIENT, LinkedClusters, NAMESPACE, responding
 use tulle_tests::meshed::{MeshedCluster, assert_all_ok};
 
 /// Requests to the mirror, through the gateway.
-const GATEWAY: &str = "http://web-east:80/echo --rate=500 --body-size=200";
+pub(super) const GATEWAY: &str = "http://web-east:80/echo --rate=500 --body-size=200";
 /// Requests to pods of both clusters.
 const FEDERATED: &str = "http://web-federated:80/echo --rate=500 --body-size=200";
 
@@ -239,7 +239,7 @@ async fn rotate_credentials(linked: &LinkedClusters) -> anyhow::Result<()> {
 }
 
 /// Runs load during a disturbance, and asserts that no request failed.
-async fn load_during(
+pub(super) async fn load_during(
     linked: &LinkedClusters,
     what: &str,
     target: &str,

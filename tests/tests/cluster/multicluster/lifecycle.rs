@@ -4,6 +4,7 @@
 use anyhow::ensure;
 use tulle_tests::images::Image;
 use tulle_tests::linked_clusters::{LinkedClusters, NAMESPACE, tulle};
+use tulle_tests::meshed::MeshedCluster;
 
 use super::traffic::{GATEWAY_ID, check_protocols, export};
 
@@ -33,7 +34,7 @@ pub(super) async fn an_unlinked_cluster_leaves_nothing(linked: &LinkedClusters) 
     let (west, east) = (&linked.west, &linked.east);
     let exported = "get services -n shop -l mirror.linkerd.io/exported -o name";
     let before = east.kubectl(exported).await.unwrap();
-    delete_output_of(linked, "multicluster unlink --cluster-name east").await;
+    delete_output_of(west, "multicluster unlink --cluster-name east").await;
     let members = "get service -n shop web-federated -o jsonpath={.metadata.annotations}";
     let has_left = async || {
         let annotations = west.kubectl(members).await?;
@@ -44,7 +45,7 @@ pub(super) async fn an_unlinked_cluster_leaves_nothing(linked: &LinkedClusters) 
         .wait_until("east has left the federated Service", has_left)
         .await
         .unwrap();
-    delete_output_of(linked, "multicluster uninstall").await;
+    delete_output_of(west, "multicluster uninstall").await;
     let mirrors = "get services,endpoints -A -l mirror.linkerd.io/cluster-name -o name";
     let federated = "get services -A -l mirror.linkerd.io/mirrored-service -o name";
     for remaining in [mirrors, federated] {
@@ -57,11 +58,10 @@ pub(super) async fn an_unlinked_cluster_leaves_nothing(linked: &LinkedClusters) 
         .unwrap();
 }
 
-/// Deletes, in `west`, the objects that a command prints.
-async fn delete_output_of(linked: &LinkedClusters, line: &str) {
-    let west = &linked.west;
-    let file = west.file("deleted.yaml");
-    std::fs::write(&file, tulle(west, line).await.unwrap()).unwrap();
+/// Deletes the objects that a command prints.
+pub(super) async fn delete_output_of(cluster: &MeshedCluster, line: &str) {
+    let file = cluster.file("deleted.yaml");
+    std::fs::write(&file, tulle(cluster, line).await.unwrap()).unwrap();
     let delete = format!("delete --ignore-not-found -f {}", file.display());
-    west.kubectl(&delete).await.unwrap();
+    cluster.kubectl(&delete).await.unwrap();
 }

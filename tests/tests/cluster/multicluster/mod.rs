@@ -1,7 +1,9 @@
 //! Two clusters: pods of `west` use a Service of `east` through a gateway, by the addresses of pods, and federated.
 
+mod anchors;
 mod chaos;
 mod lifecycle;
+mod loops;
 mod traffic;
 
 use std::env;
@@ -32,6 +34,8 @@ async fn a_cluster_uses_services_of_another() {
     check_protocols(&linked, "web-federated").await;
     chaos::no_request_is_lost(&linked).await;
     if env::var_os("TULLE_TEST_FULL").is_some() {
+        loops::only_their_share_of_requests_loops(&linked).await;
+        anchors::another_anchor_loses_no_request(&linked).await;
         lifecycle::a_gateway_with_node_ports_is_used(&linked).await;
         lifecycle::an_unlinked_cluster_leaves_nothing(&linked).await;
     }
