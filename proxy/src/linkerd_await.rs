@@ -4,14 +4,19 @@
 use std::{
     net::{Ipv4Addr, SocketAddr},
     os::unix::process::{CommandExt as _, ExitStatusExt as _},
-    process::{Command, ExitCode},
+    process::{Command, ExitCode, ExitStatus},
     time::Duration,
 };
 
 use clap::Parser;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use tokio::{
     io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader},
     net::TcpStream,
+    signal::unix::{SignalKind, signal},
     time::{sleep, timeout},
 };
 use tulle_core::{duration, names::variable};
@@ -19,6 +24,7 @@ use tulle_core::{duration, names::variable};
 /// Waits until the proxy of this pod is ready, then runs a program, if one is given.
 ///
 /// If LINKERD_AWAIT_DISABLED or LINKERD_DISABLED is set and not empty, it neither waits nor shuts the proxy down.
+/// LINKERD_AWAIT_VERBOSE, set and not empty, is the same as --verbose.
 #[derive(Debug, Parser)]
 #[command(name = "linkerd-await", version)]
 pub struct Args {
@@ -34,10 +40,10 @@ pub struct Args {
     /// Whether to exit with code 69 after --timeout; if false, continue as if the proxy were ready
     #[arg(long, value_name = "true|false", num_args = 0..=1, default_value_t = true, default_missing_value = "true", require_equals = true, action = clap::ArgAction::Set)]
     timeout_fatal: bool,
-    /// Shut the proxy down after the program has ended, so that a Job can complete
+    /// Shut the proxy down after the program has ended, so that a Job can complete. SIGTERM is passed on to the program
     #[arg(short = 'S', long, requires = "program")]
     shutdown: bool,
-    /// Print the result of each failed readiness check
+    /// Print the result of each failed readiness check, and why no check is made
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
     /// The program to run, with its arguments
@@ -47,15 +53,20 @@ pub struct Args {
 
 /// Waits for the proxy, then runs the program. Returns the exit code of this process.
 pub fn run(args: &Args) -> ExitCode {
-    let disabled = [variable::AWAIT_DISABLED, variable::DISABLED]
-        .iter()
-        .any(|name| std::env::var_os(name).is_some_and(|reason| !reason.is_empty()));
+    let reason = |name| std::env::var_os(name).filter(|reason| !reason.is_empty());
+    let is_verbose = args.verbose > 0 || reason(variable::AWAIT_VERBOSE).is_some();
+    let disabled = reason(variable::AWAIT_DISABLED).or_else(|| reason(variable::DISABLED));
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => return fail(format_args!("starting: {error}")),
     };
-    if !disabled
-        && let Err(limit) = runtime.block_on(wait(args))
+    if let Some(reason) = &disabled
+        && is_verbose
+    {
+        eprintln!("linkerd-await: does not wait for the proxy: {}", reason.display());
+    }
+    if disabled.is_none()
+        && let Err(limit) = runtime.block_on(wait(args, is_verbose))
         && args.timeout_fatal
     {
         eprintln!(
@@ -69,10 +80,10 @@ pub fn run(args: &Args) -> ExitCode {
     };
     let mut command = Command::new(program);
     command.args(arguments);
-    if disabled || !args.shutdown {
+    if disabled.is_some() || !args.shutdown {
         return fail(format_args!("running {program}: {}", command.exec()));
     }
-    let ended = command.status();
+    let ended = runtime.block_on(run_until_end(command));
     if let Err(error) = runtime.block_on(request_status(args.port, "POST /shutdown")) {
         eprintln!("linkerd-await: shutting the proxy down: {error}");
     }
@@ -85,16 +96,32 @@ pub fn run(args: &Args) -> ExitCode {
     }
 }
 
+/// Runs a program until it ends, and passes SIGTERM on to it: the kubelet sends it to this process only.
+async fn run_until_end(command: Command) -> std::io::Result<ExitStatus> {
+    let mut sigterm = signal(SignalKind::terminate())?;
+    let mut child = tokio::process::Command::from(command).spawn()?;
+    loop {
+        tokio::select! {
+            ended = child.wait() => return ended,
+            _ = sigterm.recv() => {
+                if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) {
+                    let _ = kill(Pid::from_raw(pid), Signal::SIGTERM); // fails if the program has ended
+                }
+            }
+        }
+    }
+}
+
 /// Waits until the proxy is ready.
 ///
 /// # Errors
 /// The time limit, if the proxy was not ready within it.
-async fn wait(args: &Args) -> Result<(), Duration> {
+async fn wait(args: &Args, is_verbose: bool) -> Result<(), Duration> {
     let ready = async {
         loop {
             match request_status(args.port, "GET /ready").await {
                 Ok(200) => return,
-                _ if args.verbose == 0 => {}
+                _ if !is_verbose => {}
                 Ok(status) => eprintln!("linkerd-await: not ready: the admin server returned {status}"),
                 Err(error) => eprintln!("linkerd-await: not ready: {error}"),
             }

@@ -4,9 +4,12 @@
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::TcpListener;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 /// Starts a server that responds with these statuses in order, and then always with the last one. The receiver gets each request
 /// line.
@@ -33,14 +36,20 @@ fn start_admin_server(statuses: &'static [u16]) -> (u16, Receiver<String>) {
     (port, request_lines)
 }
 
-fn run_linkerd_await(port: u16, arguments: &[&str], disabled: Option<&str>) -> Output {
+fn linkerd_await(port: u16, arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkerd-await"));
     command
         .args([format!("--port={port}"), "--backoff=10ms".to_owned()])
         .args(arguments);
     command
         .env_remove("LINKERD_AWAIT_DISABLED")
+        .env_remove("LINKERD_AWAIT_VERBOSE")
         .env_remove("LINKERD_DISABLED");
+    command
+}
+
+fn run_linkerd_await(port: u16, arguments: &[&str], disabled: Option<&str>) -> Output {
+    let mut command = linkerd_await(port, arguments);
     if let Some(reason) = disabled {
         command.env("LINKERD_AWAIT_DISABLED", reason);
     }
@@ -94,6 +103,33 @@ fn with_shutdown_the_proxy_is_shut_down_after_the_program() {
         request_lines.try_iter().collect::<Vec<_>>(),
         ["GET /ready HTTP/1.1", "POST /shutdown HTTP/1.1"]
     );
+}
+
+#[test]
+fn with_shutdown_sigterm_ends_the_program_and_then_the_proxy() {
+    let (port, request_lines) = start_admin_server(&[200]);
+    let program = "trap 'echo terminated; exit 5' TERM; echo started; while :; do sleep 0.05; done";
+    let mut child = linkerd_await(port, &["--shutdown", "--", "sh", "-c", program])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert_eq!(lines.next().unwrap().unwrap(), "started");
+    kill(Pid::from_raw(child.id().try_into().unwrap()), Signal::SIGTERM).unwrap();
+    assert_eq!(lines.next().unwrap().unwrap(), "terminated");
+    assert_eq!(child.wait().unwrap().code(), Some(5));
+    assert_eq!(
+        request_lines.try_iter().collect::<Vec<_>>(),
+        ["GET /ready HTTP/1.1", "POST /shutdown HTTP/1.1"]
+    );
+}
+
+#[test]
+fn with_verbose_the_reason_of_a_skipped_check_is_printed() {
+    let (port, _request_lines) = start_admin_server(&[503]);
+    let output = run_linkerd_await(port, &["--verbose", "--", "true"], Some("no proxy here"));
+    let printed = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(printed, "linkerd-await: does not wait for the proxy: no proxy here\n");
 }
 
 #[test]

@@ -273,8 +273,9 @@ fn validity_problem(cert: &Certificate, now: i64) -> Option<String> {
 fn expiry_warning(cert: &Certificate, now: i64) -> Option<String> {
     (cert.not_after < now + EXPIRY_WARNING_SECONDS).then(|| {
         let days = (cert.not_after - now).max(0) / DAY_SECONDS;
+        let unit = if days == 1 { "day" } else { "days" };
         format!(
-            "{} expires on {}, in {days} days",
+            "{} expires on {}, in {days} {unit}",
             cert.name,
             format_date(cert.not_after)
         )

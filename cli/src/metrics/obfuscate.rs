@@ -69,18 +69,22 @@ fn end_of_value(text: &str) -> usize {
 
 /// Labels whose values are fixed terms, numbers, or describe the build.
 const UNOBFUSCATED_LABELS: &[&str] = &[
+    "cause",
     "classification",
     "direction",
     "error",
+    "family",
     "grpc_status",
     "http_status",
     "le",
     "no_tls_reason",
     "outcome",
+    "overflow",
     "peer",
     "protocol",
     "quantile",
     "result",
+    "server",
     "session_protocol",
     "srv_kind",
     "status_code",

@@ -549,16 +549,17 @@ impl Flags {
             *service_addr = addr;
         }
         if let Some(addr) = self.metrics_addr {
-            match (services.destination, services.sp_validator, services.proxy_injector) {
-                (true, _, _) => listen.destination_admin = addr,
-                (false, true, false) => {
+            let with_own_server = [services.sp_validator, services.proxy_injector, services.service_mirror];
+            match (services.destination, with_own_server) {
+                (true, _) => listen.destination_admin = addr,
+                (false, [true, false, false]) => {
                     let own = ("--sp-validator-metrics-addr", self.sp_validator_metrics_addr);
                     reject_second_addr(("--metrics-addr", addr), own)?;
                     listen.sp_validator_admin = addr;
                 }
-                (false, false, true) => listen.proxy_injector_admin = addr,
-                (false, false, false) if services.is_mirror_only() => listen.mirror_admin = addr,
-                (false, _, _) => bail!(
+                (false, [false, true, false]) => listen.proxy_injector_admin = addr,
+                (false, [false, false, true]) if services.is_mirror_only() => listen.mirror_admin = addr,
+                (false, _) => bail!(
                     "--metrics-addr={addr} needs exactly one service that it can apply to; expected --admin-addr for identity, \
                      policy or telemetry, or --sp-validator-metrics-addr"
                 ),

@@ -79,7 +79,7 @@ pub(crate) enum IssuerError {
         #[source]
         source: X509Error,
     },
-    #[error("{path:?} holds no private key that signs; expected ECDSA or RSA")]
+    #[error("{path:?} holds no private key that signs; expected ECDSA, RSA or Ed25519")]
     Key {
         path: PathBuf,
         #[source]

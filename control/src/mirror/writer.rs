@@ -85,10 +85,10 @@ impl Writer {
             n_attempts: 0,
             retry_at: Instant::now(),
         });
-        failure.n_attempts += 1;
         let delay = MIN_RETRY_DELAY
             .saturating_mul(1 << failure.n_attempts.min(10))
             .min(MAX_RETRY_DELAY);
+        failure.n_attempts += 1;
         failure.retry_at = Instant::now() + delay;
         let status = match err {
             WriteError::Api(Error::Api(status)) => Some(status),

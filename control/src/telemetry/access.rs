@@ -33,7 +33,9 @@ enum Error {
     #[error(
         "{NAMESPACE}/{CONFIG_MAP} has no {key}; the API server serves no aggregated APIs without --requestheader-client-ca-file"
     )]
-    Missing { key: &'static str },
+    MissingKey { key: &'static str },
+    #[error("there is no ConfigMap {NAMESPACE}/{CONFIG_MAP}; the API server creates it when it starts")]
+    MissingConfigMap,
     #[error("reading the CA certificate in {NAMESPACE}/{CONFIG_MAP}")]
     ClientCa(#[source] anchors::Error),
     #[error("the allowed names in {NAMESPACE}/{CONFIG_MAP} are not a JSON list")]
@@ -56,7 +58,7 @@ pub(super) async fn watch_client_ca(client: Client, creds: Arc<ServerCredentials
         };
         let updated = match seen {
             Ok(Some(map)) => set_client_verifier(&map, &creds),
-            Ok(None) => Err(Error::Missing { key: CLIENT_CA_KEY }),
+            Ok(None) => Err(Error::MissingConfigMap),
             Err(err) => {
                 warn!(
                     error = &err as &dyn StdError,
@@ -87,7 +89,7 @@ fn handle_update_result(updated: Result<(), Error>, creds: &ServerCredentials) {
 fn set_client_verifier(map: &ConfigMap, creds: &ServerCredentials) -> Result<(), Error> {
     let entry = |key: &'static str| {
         let value = map.data.as_ref().and_then(|data| data.get(key));
-        value.ok_or(Error::Missing { key })
+        value.ok_or(Error::MissingKey { key })
     };
     let client_ca =
         TrustAnchors::parse(entry(CLIENT_CA_KEY)?.as_bytes(), Path::new(CLIENT_CA_KEY)).map_err(Error::ClientCa)?;
@@ -206,7 +208,7 @@ mod tests {
         ));
         assert!(matches!(
             set_client_verifier(&ConfigMap::default(), &ServerCredentials::new()),
-            Err(Error::Missing { .. })
+            Err(Error::MissingKey { .. })
         ));
         let inner = WebPkiClientVerifier::builder_with_provider(
             TrustAnchors::parse(client_ca.pem().as_bytes(), Path::new("x"))

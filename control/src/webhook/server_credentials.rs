@@ -23,7 +23,7 @@ pub struct ServerCredentials {
     untrusted: AtomicBool,
 }
 
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct TlsSettings {
     certificate: Option<Arc<CertifiedKey>>,
     clients: ClientVerification,
@@ -39,7 +39,7 @@ impl ResolvesServerCert for SingleCertResolver {
     }
 }
 
-#[derive(Default)]
+#[derive(Clone, Default)]
 enum ClientVerification {
     /// No client certificate: the API server sends none to webhooks.
     #[default]
@@ -102,23 +102,34 @@ impl ServerCredentials {
     }
 
     fn change(&self, change: impl FnOnce(&mut TlsSettings)) -> Result<(), rustls::Error> {
-        let mut settings = self.settings.lock();
+        let mut stored = self.settings.lock();
+        let mut settings = stored.clone();
         change(&mut settings);
-        let Some(certificate) = settings.certificate.clone() else {
-            return Ok(());
+        if let Some(config) = settings.server_config()? {
+            self.server_config.store(Some(Arc::new(config)));
+        }
+        *stored = settings;
+        Ok(())
+    }
+}
+
+impl TlsSettings {
+    /// `None` while no client can be served.
+    fn server_config(&self) -> Result<Option<ServerConfig>, rustls::Error> {
+        let Some(certificate) = self.certificate.clone() else {
+            return Ok(None);
         };
         let builder = ServerConfig::builder_with_provider(tls::crypto_provider()).with_protocol_versions(&[&TLS13])?;
-        let builder = match &settings.clients {
+        let builder = match &self.clients {
             ClientVerification::NotRequired => builder.with_no_client_auth(),
-            ClientVerification::Verified(None) => return Ok(()),
+            ClientVerification::Verified(None) => return Ok(None),
             ClientVerification::Verified(Some(verifier)) => builder.with_client_cert_verifier(verifier.clone()),
         };
         let mut config = builder.with_cert_resolver(Arc::new(SingleCertResolver(certificate)));
         // A resumed session would outlive its certificate.
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
-        self.server_config.store(Some(Arc::new(config)));
-        Ok(())
+        Ok(Some(config))
     }
 }
 

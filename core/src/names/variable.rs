@@ -74,6 +74,12 @@ variables! {
         default: "`info`",
         meaning: "The minimum level of log lines, unless the flag `--log-level` names one.",
     }
+    AWAIT_VERBOSE = "LINKERD_AWAIT_VERBOSE" {
+        programs: "`linkerd-await`",
+        values: "any text",
+        default: "none",
+        meaning: "Set and not empty, it is the same as `--verbose`.",
+    }
     AWAIT_DISABLED = "LINKERD_AWAIT_DISABLED" {
         programs: "`linkerd-await`",
         values: "any text",

@@ -190,13 +190,18 @@ pub(crate) fn is_connect_tunnel<B>(req: &Request<B>) -> bool {
     *req.method() == Method::CONNECT && req.extensions().get::<h2::ext::Protocol>().is_none()
 }
 
+/// Whether the `connection` header lists this option.
+pub(crate) fn has_connection_option(headers: &HeaderMap, option: &[u8]) -> bool {
+    let is_on_line = |line: &HeaderValue| {
+        let mut names = line.as_bytes().split(|b| *b == b',');
+        names.any(|name| name.trim_ascii().eq_ignore_ascii_case(option))
+    };
+    headers.get_all(header::CONNECTION).iter().any(is_on_line)
+}
+
 /// Removes the hop-by-hop headers except those of an upgrade: `upgrade`, and `connection` if it lists `upgrade`.
 pub(crate) fn strip_hop_by_hop_except_upgrade(headers: &mut HeaderMap) {
-    let lists_upgrade = |line: &HeaderValue| {
-        let mut names = line.as_bytes().split(|b| *b == b',');
-        names.any(|name| name.trim_ascii().eq_ignore_ascii_case(b"upgrade"))
-    };
-    let is_listed = headers.get_all(header::CONNECTION).iter().any(lists_upgrade);
+    let is_listed = has_connection_option(headers, b"upgrade");
     let protocols: Vec<_> = headers.get_all(header::UPGRADE).iter().cloned().collect();
     strip_hop_by_hop(headers);
     if is_listed {

@@ -189,11 +189,12 @@ pub(crate) fn encode_response<B: SendableBody>(
     if framing == BodyFraming::UntilClose {
         reuse = ConnectionReuse::Close;
     }
-    match (parts.headers.get(header::CONNECTION), reuse, is_10) {
+    // A filter can set `connection`; the header of the server has been removed.
+    match (reuse, is_10) {
         _ if parts.status == StatusCode::SWITCHING_PROTOCOLS => {}
-        (Some(set_by_filter), ..) if set_by_filter == "close" => reuse = ConnectionReuse::Close,
-        (None, ConnectionReuse::Close, false) => out.put_slice(b"connection: close\r\n"),
-        (None, ConnectionReuse::KeepAlive, true) => out.put_slice(b"connection: keep-alive\r\n"),
+        _ if headers::has_connection_option(&parts.headers, b"close") => reuse = ConnectionReuse::Close,
+        (ConnectionReuse::Close, false) => out.put_slice(b"connection: close\r\n"),
+        (ConnectionReuse::KeepAlive, true) => out.put_slice(b"connection: keep-alive\r\n"),
         _ => {}
     }
     out.put_slice(b"\r\n");
@@ -744,11 +745,27 @@ mod tests {
             version: Version::HTTP_11,
             method: &Method::GET,
         };
-        for (value, expected) in [("close", ConnectionReuse::Close), ("x", ConnectionReuse::KeepAlive)] {
+        for (value, expected) in [
+            ("close", ConnectionReuse::Close),
+            ("x, Close", ConnectionReuse::Close),
+            ("x", ConnectionReuse::KeepAlive),
+        ] {
             let rsp = Response::builder().header("connection", value).body(Body::empty());
             let (_, reuse) = encode_response(rsp.unwrap(), request_line, ConnectionReuse::KeepAlive);
             assert_eq!(reuse, expected, "{value}");
         }
+    }
+
+    #[test]
+    fn a_close_is_announced_beside_another_connection_option_of_a_filter() {
+        let request_line = RequestLine {
+            version: Version::HTTP_11,
+            method: &Method::GET,
+        };
+        let rsp = Response::builder().header("connection", "x").body(Body::empty());
+        let (message, _) = encode_response(rsp.unwrap(), request_line, ConnectionReuse::Close);
+        let head = String::from_utf8(message.into_resendable(Body::empty()).unwrap().staged.to_vec()).unwrap();
+        assert!(head.contains("connection: x\r\nconnection: close\r\n"), "{head}");
     }
 
     #[tokio::test]
