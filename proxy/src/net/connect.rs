@@ -7,7 +7,10 @@ use std::{
 };
 
 use socket2::{SockRef, TcpKeepalive};
-use tokio::net::TcpStream;
+use tokio::{
+    net::TcpStream,
+    time::{Instant, sleep},
+};
 
 use crate::net::transparent;
 
@@ -101,6 +104,30 @@ pub(crate) async fn dial_from(
     }
 }
 
+/// Repeats a dial that is refused, for [`REFUSED_DIAL_TIMEOUT`], on behalf of a client whose connection is established already.
+///
+/// Clients that wait for a server to listen, such as a follower of ZooKeeper for its new leader, repeat a refused connection, but
+/// regard one that is reset as the end of the server.
+///
+/// # Errors
+/// The error of the last dial.
+pub(crate) async fn dial_until_accepted<T, F>(dial: impl Fn() -> F) -> Result<T, ConnectError>
+where
+    F: Future<Output = Result<T, ConnectError>>,
+{
+    let give_up_at = Instant::now() + REFUSED_DIAL_TIMEOUT;
+    loop {
+        match dial().await {
+            Err(ConnectError::Io { source, .. })
+                if source.kind() == io::ErrorKind::ConnectionRefused && Instant::now() < give_up_at =>
+            {
+                sleep(REFUSED_DIAL_INTERVAL).await;
+            }
+            result => return result,
+        }
+    }
+}
+
 /// Sets socket options. Failures are only logged, because a connection without them still carries traffic.
 pub(crate) fn apply_options<'a>(socket: impl Into<SockRef<'a>>, options: SocketOptions) {
     let socket = socket.into();
@@ -123,6 +150,9 @@ pub(crate) fn apply_options<'a>(socket: impl Into<SockRef<'a>>, options: SocketO
     }
 }
 
+/// Short enough that clients learn within a second that nobody listens.
+const REFUSED_DIAL_TIMEOUT: Duration = Duration::from_millis(500);
+const REFUSED_DIAL_INTERVAL: Duration = Duration::from_millis(50);
 /// The range that the kernel accepts for `TCP_KEEPIDLE`; values outside it are clamped.
 const MIN_KEEPALIVE: Duration = Duration::from_secs(1);
 const MAX_KEEPALIVE: Duration = Duration::from_secs(32_767);
@@ -131,9 +161,37 @@ const MAX_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(75);
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use tokio::net::TcpListener;
 
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_refused_dial_is_repeated_for_half_a_second_and_another_failure_is_not() {
+        let addr: SocketAddr = ([127, 0, 0, 1], 1).into();
+        let n_dials = Cell::new(0);
+        let dial_with = async |kind: io::ErrorKind, n_failures| {
+            let begun_at = Instant::now();
+            n_dials.set(0);
+            let dial = || {
+                n_dials.set(n_dials.get() + 1);
+                let source = kind.into();
+                std::future::ready(if n_dials.get() > n_failures {
+                    Ok(())
+                } else {
+                    Err(ConnectError::Io { addr, source })
+                })
+            };
+            (dial_until_accepted(dial).await.is_ok(), begun_at.elapsed())
+        };
+        let refused = dial_with(io::ErrorKind::ConnectionRefused, 3).await;
+        assert_eq!(refused, (true, REFUSED_DIAL_INTERVAL * 3));
+        let refused = dial_with(io::ErrorKind::ConnectionRefused, 100).await;
+        assert_eq!(refused, (false, REFUSED_DIAL_TIMEOUT));
+        let unreachable = dial_with(io::ErrorKind::HostUnreachable, 100).await;
+        assert_eq!(unreachable, (false, Duration::ZERO));
+    }
 
     #[tokio::test]
     async fn dialled_connections_have_the_options_of_their_direction() {

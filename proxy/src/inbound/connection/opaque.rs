@@ -2,7 +2,7 @@
 //! client closes the connection.
 
 use bytes::Bytes;
-use tokio::io::AsyncWriteExt;
+use tokio::{io::AsyncWriteExt, net::TcpStream};
 use tulle_core::{info_limited, metrics::Labels};
 
 use crate::{
@@ -11,7 +11,8 @@ use crate::{
         metrics::with_meta, policy::ActivePolicy,
     },
     net::{
-        connect, copy,
+        connect::{self, ConnectError},
+        copy,
         io::{Io, Tcp},
     },
     policy::authz::{self, Denied},
@@ -52,7 +53,7 @@ impl OpaqueForwarder<'_> {
     /// Dials the application if the client is authorized.
     pub(in crate::inbound) async fn dial_if_authorized(&self, active_policy: &ActivePolicy) -> Option<Io> {
         self.authorize(active_policy).ok()?;
-        self.dial_app().await
+        self.app_io(self.dial_app().await)
     }
 
     /// Authorizes the client under `active_policy`, and records a denial. Returns `None` if the client is denied.
@@ -85,12 +86,15 @@ impl OpaqueForwarder<'_> {
         }
     }
 
-    async fn dial_app(&self) -> Option<Io> {
-        let AppTarget {
-            addr: target,
-            source_ip,
-        } = self.inbound.app_clients.target(&self.client.addrs);
-        match connect::dial_from(source_ip, target, &self.inbound.app_clients.connect).await {
+    async fn dial_app(&self) -> Result<TcpStream, ConnectError> {
+        let AppTarget { addr, source_ip } = self.inbound.app_clients.target(&self.client.addrs);
+        connect::dial_from(source_ip, addr, &self.inbound.app_clients.connect).await
+    }
+
+    /// Counts the bytes of a dialled connection, or records why there is none.
+    fn app_io(&self, dialled: Result<TcpStream, ConnectError>) -> Option<Io> {
+        let target = self.inbound.app_clients.target(&self.client.addrs).addr;
+        match dialled {
             Ok(stream) => Some(Io::tcp(Tcp::new(stream)).count(self.inbound.families.app_connection_metrics(target))),
             Err(error) => {
                 tracing::debug!(%target, %error, "application cannot be reached");
@@ -125,7 +129,7 @@ impl OpaqueForwarder<'_> {
         }
         let upstream_io = match upstream_io {
             Some(io) => Some(io),
-            None => self.dial_app().await,
+            None => self.app_io(connect::dial_until_accepted(|| self.dial_app()).await),
         };
         let Some(mut upstream_io) = upstream_io else {
             return client_io.reset_on_drop();
