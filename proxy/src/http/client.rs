@@ -179,11 +179,9 @@ impl EndpointClient {
         None
     }
 
-    /// Whether another HTTP/2 connection can be dialled when no stream is free. False if
-    /// - the limit of connections is reached,
-    /// - the settings of a connection are unknown, or
-    /// - a connection has no open stream. As it has no free one either, its peer permits none, and another connection would not
-    ///   help.
+    /// Whether another HTTP/2 connection can be dialled when no stream is free: not if the limit of connections is reached, the
+    /// settings of one are unknown, or one has no open stream. As that one has no free stream either, its peer permits none, and
+    /// another connection would not help.
     fn can_add_http2_connection(&self) -> bool {
         let connections = self.http2.lock();
         connections.len() < MAX_HTTP2_CONNECTIONS
