@@ -35,8 +35,8 @@ need_kafka() {
   pom="$(<tests/stateful/pom.xml)"
   [[ "$(cat "$cache/.kafka" 2>/dev/null)" == "$pom" ]] && return
   say "downloading Kafka"
-  need java
-  need mvn
+  command -v java >/dev/null || need_packages default-jre-headless
+  command -v mvn >/dev/null || need_packages maven
   rm -rf "$KAFKA_JARS"
   copy_jars tests/stateful/pom.xml "$KAFKA_JARS"
   echo "$pom" >"$cache/.kafka"
