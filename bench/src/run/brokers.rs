@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use tulle_core::netns::Namespace;
@@ -35,12 +34,6 @@ pub(super) fn kafka_command(testbed: &Testbed, host: &str) -> anyhow::Result<Com
     let mut command = kafka_program(&testbed.server, "kafka.Kafka")?;
     command.arg(properties);
     Ok(command)
-}
-
-/// The number of messages that Kafka's producer test needs for about this time. It has no option for a duration.
-pub(super) fn kafka_messages(testbed: &Testbed, host: &str, duration: Duration) -> anyhow::Result<u64> {
-    let trial = produce_to_kafka(testbed, host, TRIAL_KAFKA_MESSAGES)?;
-    Ok(trial.requests_within(duration))
 }
 
 /// Load with Kafka's producer test: messages of 100 bytes from one producer, each acknowledged by the broker.
@@ -85,12 +78,6 @@ pub(super) fn nats_command(testbed: &Testbed) -> Command {
         ])
         .arg(testbed.file("nats"));
     command
-}
-
-/// The number of messages that `nats bench` needs for about this time. It has no option for a duration.
-pub(super) fn nats_messages(testbed: &Testbed, host: &str, duration: Duration) -> anyhow::Result<u64> {
-    let trial = publish_to_nats(testbed, host, TRIAL_NATS_MESSAGES)?;
-    Ok(trial.requests_within(duration))
 }
 
 /// Load with `nats bench`: 8 clients that publish a message of 64 bytes to a stream in memory, and wait for its acknowledgement.
@@ -163,5 +150,3 @@ const KAFKA_JARS: &str = "KAFKA_JARS";
 const KAFKA_CONTROLLER_PORT: u16 = 9093;
 /// 16 bytes in base64; any will do.
 const KAFKA_CLUSTER_ID: &str = "MkU3OEVBNTcwNTJENDM2Qg";
-const TRIAL_KAFKA_MESSAGES: u64 = 100_000;
-const TRIAL_NATS_MESSAGES: u64 = 10_000;

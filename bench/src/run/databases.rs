@@ -117,17 +117,6 @@ fn postgres_target(host: &str) -> [String; 4] {
     ]
 }
 
-/// The number of requests that redis-benchmark needs for about this time. It has no option for a duration.
-pub(super) fn redis_requests(
-    testbed: &Testbed,
-    host: &str,
-    load: RedisLoad,
-    duration: Duration,
-) -> anyhow::Result<u64> {
-    let trial = redis_benchmark(testbed, host, load, TRIAL_REDIS_REQUESTS)?;
-    Ok(trial.requests_within(duration))
-}
-
 /// Load with redis-benchmark.
 pub(super) fn redis_benchmark(
     testbed: &Testbed,
@@ -197,4 +186,3 @@ pub(super) const ONE_REDIS_CONNECTION: RedisLoad = RedisLoad {
     connections: 1,
     pipelined: 1,
 };
-const TRIAL_REDIS_REQUESTS: u64 = 10_000;

@@ -63,10 +63,16 @@ pub(super) fn measure(
     };
     let bench_load_sample = |load| measure_load(sidecars, || bench_load(testbed, host, load, duration));
     let pgbench_sample = |load| measure_load(sidecars, || databases::pgbench(testbed, host, load, duration));
+    // These programs have no option for a duration: a trial shows how many requests take about this time.
+    let counted = |trial: u64, load: &dyn Fn(u64) -> anyhow::Result<LoadResult>| {
+        let requests = load(trial)?.requests_within(duration);
+        measure_load(sidecars, || load(requests))
+    };
     let redis_sample = |connections, pipelined| {
         let load = RedisLoad { connections, pipelined };
-        let requests = databases::redis_requests(testbed, host, load, duration)?;
-        measure_load(sidecars, || databases::redis_benchmark(testbed, host, load, requests))
+        counted(TRIAL_REDIS_REQUESTS, &|requests| {
+            databases::redis_benchmark(testbed, host, load, requests)
+        })
     };
     match row {
         Scenario::HttpC1 => http1(WrkLoad::get_requests(1)),
@@ -99,14 +105,12 @@ pub(super) fn measure(
         Scenario::RedisC1 => redis_sample(1, 1),
         Scenario::RedisC50 => redis_sample(50, 1),
         Scenario::RedisPipelined => redis_sample(50, 16),
-        Scenario::Kafka => {
-            let messages = brokers::kafka_messages(testbed, host, duration)?;
-            measure_load(sidecars, || brokers::produce_to_kafka(testbed, host, messages))
-        }
-        Scenario::Nats => {
-            let messages = brokers::nats_messages(testbed, host, duration)?;
-            measure_load(sidecars, || brokers::publish_to_nats(testbed, host, messages))
-        }
+        Scenario::Kafka => counted(TRIAL_KAFKA_MESSAGES, &|messages| {
+            brokers::produce_to_kafka(testbed, host, messages)
+        }),
+        Scenario::Nats => counted(TRIAL_NATS_MESSAGES, &|messages| {
+            brokers::publish_to_nats(testbed, host, messages)
+        }),
         Scenario::Idle => measure_idle_memory(testbed, sidecars, open_idle_http_client),
         Scenario::IdleOpaque => measure_idle_memory(testbed, sidecars, open_idle_opaque_client),
         Scenario::SlowHeads => slow::measure(testbed, sidecars.context("there is no sidecar")?, duration),
@@ -254,5 +258,8 @@ fn open_idle_client(port: u16, request: &[u8], expected: &[u8]) -> anyhow::Resul
 }
 
 const WARM_UP_DURATION: Duration = Duration::from_secs(1);
+const TRIAL_REDIS_REQUESTS: u64 = 10_000;
+const TRIAL_KAFKA_MESSAGES: u64 = 100_000;
+const TRIAL_NATS_MESSAGES: u64 = 10_000;
 const N_IDLE_CLIENTS: u32 = 800;
 const IDLE_RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);

@@ -18,6 +18,7 @@ use tulle_tests::meshed::find_process;
 
 use super::manifest::{self, Deployed, NAMESPACE, OUTSIDE};
 use super::scenes::preamble;
+use super::selection;
 use super::server::{Disturbance, Server, Writer};
 use super::suite::{Client, Suite};
 
@@ -71,13 +72,7 @@ impl Suite {
         let times: NonZeroU32 = times
             .parse()
             .with_context(|| format!("TULLE_STATEFUL_TIMES is {times:?}; expected a number from 1"))?;
-        let selected = copies[0]
-            .server
-            .disturbances
-            .iter()
-            .copied()
-            .filter(|disturbance| is_selected(*disturbance));
-        for disturbance in selected {
+        for disturbance in copies[0].server.disturbances.iter().copied().filter(is_selected) {
             let begun = Instant::now();
             let mut reports = Vec::new();
             for time in 0..times.get() {
@@ -253,20 +248,13 @@ impl RunningWriter {
     }
 }
 
-/// # Panics
-/// Panics if `TULLE_STATEFUL_DISTURBANCES` has a name that no disturbance has.
-fn is_selected(disturbance: Disturbance) -> bool {
-    let Ok(selected) = env::var("TULLE_STATEFUL_DISTURBANCES") else {
-        return true;
-    };
-    let names = Disturbance::ALL.map(|disturbance| format!("{disturbance:?}"));
-    for name in selected.split(',') {
-        assert!(
-            names.iter().any(|known| known == name),
-            "TULLE_STATEFUL_DISTURBANCES has {name:?}; expected some of {names:?}"
-        );
-    }
-    selected.split(',').any(|name| name == format!("{disturbance:?}"))
+fn is_selected(disturbance: &Disturbance) -> bool {
+    let name = |disturbance: &Disturbance| format!("{disturbance:?}");
+    selection::is_selected(
+        "TULLE_STATEFUL_DISTURBANCES",
+        &Disturbance::ALL.each_ref().map(name),
+        &name(disturbance),
+    )
 }
 
 /// Creates the directories of all pods. Servers do not run as root.

@@ -2,7 +2,8 @@
 //!
 //! A table of servers, each with its manifest and client commands, times a table of scenes. A default run does the short scenes with
 //! three databases; `TULLE_TEST_FULL=1` runs all servers and all scenes, and then clusters of three. `TULLE_STATEFUL_SERVERS` selects
-//! servers by their names, separated by commas.
+//! servers by their names, separated by commas, `TULLE_STATEFUL_DISTURBANCES` what happens to clusters (such as `Rollout`), and
+//! `TULLE_STATEFUL_TIMES` is how often each of these happens.
 
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
@@ -14,6 +15,7 @@ mod disturbances;
 mod manifest;
 mod results;
 mod scenes;
+mod selection;
 mod server;
 mod suite;
 
@@ -58,12 +60,7 @@ async fn clusters_lose_no_acknowledged_write() {
     suite.results.print_and_assert();
 }
 
-/// # Panics
-/// Panics if `TULLE_STATEFUL_SERVERS` has a name that no server has.
 fn is_selected(server: &Server) -> bool {
-    let Ok(selected) = env::var("TULLE_STATEFUL_SERVERS") else {
-        return true;
-    };
     let all = [
         &databases::SHORT[..],
         &databases::LONG,
@@ -73,12 +70,6 @@ fn is_selected(server: &Server) -> bool {
         &clusters::DISTURBED_ONLY,
     ]
     .concat();
-    let names: Vec<&str> = all.iter().map(|server| server.name).collect();
-    for name in selected.split(',') {
-        assert!(
-            names.contains(&name),
-            "TULLE_STATEFUL_SERVERS has {name:?}; expected some of {names:?}"
-        );
-    }
-    selected.split(',').any(|name| name == server.name)
+    let names = all.iter().map(|server| server.name.to_owned()).collect::<Vec<_>>();
+    selection::is_selected("TULLE_STATEFUL_SERVERS", &names, server.name)
 }
