@@ -2,8 +2,6 @@ package main
 
 import (
 	"context"
-	"net"
-	"strconv"
 	"time"
 
 	gocql "github.com/apache/cassandra-gocql-driver/v2"
@@ -24,20 +22,7 @@ func (c *cassandra) connected(ctx context.Context) (*gocql.Session, error) {
 	if c.session != nil {
 		return c.session, nil
 	}
-	var hosts []string
-	var port int
-	for _, addr := range c.addrs {
-		host, portText, err := net.SplitHostPort(addr)
-		if err != nil {
-			return nil, err
-		}
-		if port, err = strconv.Atoi(portText); err != nil {
-			return nil, err
-		}
-		hosts = append(hosts, host)
-	}
-	cluster := gocql.NewCluster(hosts...)
-	cluster.Port = port
+	cluster := gocql.NewCluster(c.addrs...)
 	cluster.Consistency = gocql.Quorum
 	cluster.Timeout = 2 * time.Second
 	cluster.ConnectTimeout = 2 * time.Second

@@ -5,9 +5,8 @@ import (
 	"bufio"
 	"errors"
 	"fmt"
-	"net"
 	"os"
-	"strconv"
+	"reflect"
 	"time"
 
 	gocql "github.com/apache/cassandra-gocql-driver/v2"
@@ -29,20 +28,11 @@ func run(args []string) error {
 	if len(args) != 2 {
 		return fmt.Errorf("%q; expected HOST:PORT CONSISTENCY, such as cassandra:9042 QUORUM", args)
 	}
-	host, portText, err := net.SplitHostPort(args[0])
-	if err != nil {
-		return err
-	}
-	port, err := strconv.Atoi(portText)
-	if err != nil {
-		return fmt.Errorf("the port %q: %w", portText, err)
-	}
 	consistency, err := gocql.ParseConsistencyWrapper(args[1])
 	if err != nil {
 		return fmt.Errorf("the consistency %q: %w", args[1], err)
 	}
-	cluster := gocql.NewCluster(host)
-	cluster.Port = port
+	cluster := gocql.NewCluster(args[0])
 	cluster.Consistency = consistency
 	cluster.Timeout = timeout
 	cluster.ConnectTimeout = timeout
@@ -72,22 +62,9 @@ func printRows(session *gocql.Session, statement string) error {
 	for rows.Scan(values.Values...) {
 		line := make([]any, 0, len(values.Values))
 		for _, value := range values.Values {
-			line = append(line, deref(value))
+			line = append(line, reflect.Indirect(reflect.ValueOf(value)).Interface())
 		}
 		fmt.Println(line...)
 	}
 	return rows.Close()
-}
-
-func deref(value any) any {
-	switch value := value.(type) {
-	case *string:
-		return *value
-	case *int:
-		return *value
-	case *int64:
-		return *value
-	default:
-		return fmt.Sprintf("%T", value)
-	}
 }
