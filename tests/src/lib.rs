@@ -12,6 +12,7 @@ pub mod fake_policy_service;
 pub mod hosts;
 pub mod images;
 pub mod linked_clusters;
+pub mod linkerd;
 pub mod load;
 pub mod machine;
 pub mod mesh;

@@ -21,7 +21,9 @@ use tulle_control::trust::{self, CertificateAuthority};
 
 use crate::charts::{Helm, chart_path};
 use crate::cluster::{Cluster, ClusterOptions};
+use crate::commands;
 use crate::images::{self, Image};
+use crate::linkerd::{Linkerd, LinkerdParts};
 
 /// A cluster with tulle.
 pub struct MeshedCluster {
@@ -32,6 +34,8 @@ pub struct MeshedCluster {
     pub has_third_party_proxies: bool,
     /// The proxy image of clients, if it differs from the others.
     clients_image: Option<String>,
+    /// The program for the commands `multicluster …`, if it is not `tulle`.
+    pub multicluster_program: Option<PathBuf>,
 }
 
 /// Which pods use the third-party proxy: servers, clients, or all.
@@ -70,54 +74,102 @@ impl MeshedCluster {
     pub async fn start_with(options: ClusterOptions) -> anyhow::Result<Self> {
         let cluster = Cluster::start_with(options).await?;
         let anchor = trust::create_anchor("root.linkerd.cluster.local", YEAR)?;
-        Self::install(cluster, "cluster.local", &anchor).await
+        Self::install(cluster, "cluster.local", &anchor, LinkerdParts::None).await
     }
 
-    /// Installs `tulle-crds` and `tulle-control-plane` with this trust domain and an issuer below the anchor, and waits until all
-    /// pods of the control plane are ready.
+    /// Installs a control plane with this trust domain and an issuer below the anchor, and waits until all pods of the control plane
+    /// are ready.
     ///
     /// # Errors
-    /// The same as [`MeshedCluster::start`].
-    pub async fn install(cluster: Cluster, trust_domain: &str, anchor: &CertificateAuthority) -> anyhow::Result<Self> {
+    /// The same as [`MeshedCluster::start`], or Linkerd's program fails.
+    pub async fn install(
+        cluster: Cluster,
+        trust_domain: &str,
+        anchor: &CertificateAuthority,
+        linkerd: LinkerdParts,
+    ) -> anyhow::Result<Self> {
         let files = tempfile::tempdir().context("creating a directory")?;
         let mut meshed = Self {
             helm: Helm::with_kubeconfig(cluster.kubeconfig_outside())?,
             cluster,
             files,
-            has_third_party_proxies: false,
+            has_third_party_proxies: linkerd == LinkerdParts::All,
             clients_image: None,
+            multicluster_program: None,
         };
         let image = meshed.proxy_image().await?;
         anchor.write(&meshed.file("ca.crt"), &meshed.file("ca.key"))?;
         let issuer = trust::create_issuer(&format!("identity.linkerd.{trust_domain}"), YEAR, anchor)?;
         issuer.write(&meshed.file("issuer.crt"), &meshed.file("issuer.key"))?;
+        if linkerd != LinkerdParts::None {
+            let linkerd = Linkerd::from_env()?;
+            for image in linkerd.images()? {
+                meshed.cluster.load_archive(&image).await?;
+            }
+            meshed.multicluster_program = Some(linkerd.program());
+        }
+        match linkerd {
+            LinkerdParts::All => meshed.install_linkerd(trust_domain).await?,
+            LinkerdParts::None | LinkerdParts::Multicluster => meshed.install_tulle(trust_domain, &image)?,
+        }
+        meshed.wait_for_control_plane().await?;
+        meshed.wait_for_injection().await?;
+        Ok(meshed)
+    }
+
+    /// Installs `tulle-crds` and `tulle-control-plane`.
+    fn install_tulle(&self, trust_domain: &str, image: &[String]) -> anyhow::Result<()> {
         let (crds, control_plane) = (chart_path("tulle-crds"), chart_path("tulle-control-plane"));
         let install = ["install", "--namespace", "linkerd", "--create-namespace"];
         let crds_release = ["tulle-crds", &crds, "--set=installGatewayAPI=true"];
-        meshed.helm.run(&[&install[..], &crds_release].concat())?;
-        let set = |value: &str, file: &str| format!("--set-file={value}={}", meshed.file(file).display());
+        self.helm.run(&[&install[..], &crds_release].concat())?;
+        let set = |value: &str, file: &str| format!("--set-file={value}={}", self.file(file).display());
         let credentials = [
             set("identityTrustAnchorsPEM", "ca.crt"),
             set("identity.issuer.tls.crtPEM", "issuer.crt"),
             set("identity.issuer.tls.keyPEM", "issuer.key"),
         ];
-        let domains = [
-            format!("--set=clusterDomain={}", meshed.cluster.addresses().domain),
+        let networks = [
+            format!("--set=clusterDomain={}", self.cluster.addresses().domain),
             format!("--set=identityTrustDomain={trust_domain}"),
+            format!("--set=disableIPv6={}", !self.cluster.addresses().dual_stack()),
         ];
         let set: Vec<&str> = credentials
             .iter()
-            .chain(&domains)
-            .chain(&image)
+            .chain(&networks)
+            .chain(image)
             .map(String::as_str)
             .collect();
         let control_plane_release = ["tulle-control-plane", &control_plane];
-        meshed
-            .helm
-            .run(&[&install[..], &control_plane_release, &set].concat())?;
-        meshed.wait_for_control_plane().await?;
-        meshed.wait_for_injection().await?;
-        Ok(meshed)
+        self.helm.run(&[&install[..], &control_plane_release, &set].concat())?;
+        Ok(())
+    }
+
+    /// Installs Linkerd's control plane by its own program.
+    async fn install_linkerd(&self, trust_domain: &str) -> anyhow::Result<()> {
+        let file = |flag: &str, file: &str| format!("--identity-{flag}-file={}", self.file(file).display());
+        let control_plane = [
+            "install".to_owned(),
+            file("trust-anchors", "ca.crt"),
+            file("issuer-certificate", "issuer.crt"),
+            file("issuer-key", "issuer.key"),
+            format!("--cluster-domain={}", self.cluster.addresses().domain),
+            format!("--identity-trust-domain={trust_domain}"),
+            format!("--set=disableIPv6={}", !self.cluster.addresses().dual_stack()),
+            "--disable-heartbeat".to_owned(),
+        ];
+        let crds = ["install", "--crds", "--set=installGatewayAPI=true"].map(str::to_owned);
+        for args in [&crds[..], &control_plane] {
+            let line = format!("linkerd {}", args.join(" "));
+            let mut linkerd = self.cluster.command_for_path(&Linkerd::from_env()?.program());
+            linkerd.args(args);
+            let output = commands::output(&line, linkerd).await?;
+            let answer = String::from_utf8_lossy(&output.stderr);
+            ensure!(output.status.success(), "{line}: {}", answer.trim());
+            self.apply(&String::from_utf8(output.stdout).context("the output of linkerd")?)
+                .await?;
+        }
+        Ok(())
     }
 
     /// Loads the proxy image of `TULLE_TEST_PROXY`, and returns the chart settings for it.

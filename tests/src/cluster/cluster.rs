@@ -391,18 +391,21 @@ impl Cluster {
         }
     }
 
-    /// Polls until a condition holds.
+    /// Polls until a condition holds, and returns its value.
     ///
     /// # Errors
     /// Fails if the condition does not hold within two minutes; the error contains its last result.
-    pub async fn wait_until(
+    pub async fn wait_until<T>(
         &self,
         what: &str,
-        mut condition: impl AsyncFnMut() -> anyhow::Result<()>,
-    ) -> anyhow::Result<()> {
+        mut condition: impl AsyncFnMut() -> anyhow::Result<T>,
+    ) -> anyhow::Result<T> {
         let deadline = Instant::now() + START_TIMEOUT;
         loop {
-            let Err(not_yet) = condition().await else { return Ok(()) };
+            let not_yet = match condition().await {
+                Ok(value) => return Ok(value),
+                Err(not_yet) => not_yet,
+            };
             if Instant::now() > deadline {
                 return Err(not_yet.context(format!("timed out after {START_TIMEOUT:?}, waiting for: {what}")));
             }

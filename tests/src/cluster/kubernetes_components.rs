@@ -147,7 +147,7 @@ impl ComponentContext<'_> {
                 "--service-account-issuer=https://kubernetes.default.svc.{}",
                 self.addresses.domain
             ),
-            format!("--service-cluster-ip-range={}", self.addresses.services()),
+            format!("--service-cluster-ip-range={}", self.addresses.services().join(",")),
             "--authorization-mode=Node,RBAC".to_owned(),
             "--enable-admission-plugins=NodeRestriction".to_owned(),
             "--allow-privileged=true".to_owned(),
@@ -186,7 +186,7 @@ impl ComponentContext<'_> {
             format!("--root-ca-file={}", pki("ca.crt")),
             format!("--cluster-signing-cert-file={}", pki("ca.crt")),
             format!("--cluster-signing-key-file={}", pki("ca.key")),
-            format!("--service-cluster-ip-range={}", self.addresses.services()),
+            format!("--service-cluster-ip-range={}", self.addresses.services().join(",")),
             format!("--controllers={controllers}"),
             "--use-service-account-credentials".to_owned(),
             "--leader-elect=false".to_owned(),

@@ -54,23 +54,20 @@ impl Node {
         nodes: u8,
     ) -> anyhow::Result<Self> {
         let name = format!("node{number}");
-        let addr = addresses.node(number);
+        let addrs = addresses.interface_of_node(number);
+        // The kubelet and the API server need a default route, even if no host has this address.
+        let routers = addresses.all_of_node(ClusterAddresses::ROUTER);
+        let routers: Vec<String> = routers.iter().map(ToString::to_string).collect();
         let namespace = virtual_network.add_host_with_routes(Host {
             name: &name,
-            addrs: &[&format!("{addr}/24")],
-            // The kubelet and the API server need a default route, even if no host has this address.
-            gateways: &[&addresses.router().to_string()],
+            addrs: &addrs.iter().map(String::as_str).collect::<Vec<_>>(),
+            gateways: &routers.iter().map(String::as_str).collect::<Vec<_>>(),
         })?;
         let others = (1..=nodes).filter(|other| *other != number);
         let routes = others.map(|other| route_to_pods(addresses, other));
         namespace.ip(&routes.collect::<String>())?;
-        namespace.run(|| {
-            for (setting, value) in [("ip_forward", "1"), ("conf/all/route_localnet", "1")] {
-                let path = format!("/proc/sys/net/ipv4/{setting}");
-                fs::write(&path, value).with_context(|| format!("writing {path}"))?;
-            }
-            anyhow::Ok(())
-        })??;
+        forward_packets(&namespace)?;
+        namespace.run(|| fs::write("/proc/sys/net/ipv4/conf/all/route_localnet", "1"))??;
         let dir = slot.dir().join(&name);
         for sub in ["cni", "kubelet", "pod-logs", "plugins"] {
             let path = dir.join(sub);
@@ -82,7 +79,7 @@ impl Node {
             name,
             number,
             addresses,
-            addr,
+            addr: addresses.node(number),
             dir,
             cgroup,
             namespace,
@@ -130,6 +127,10 @@ state = "{state}"
         );
         self.write("containerd.toml", &config)?;
         // Every pod has its own link and is routed, so that connection tracking sees all traffic, including traffic to Services.
+        let ranges = self.addresses.pods_of_node(self.number).into_iter();
+        let ranges: Vec<_> = ranges.map(|subnet| [json!({"subnet": subnet})]).collect();
+        let routes = ["0.0.0.0/0", "::/0"].map(|destination| json!({"dst": destination}));
+        let routes = &routes[..ranges.len()];
         let network = json!({
             "cniVersion": "0.4.0",
             "name": self.cgroup,
@@ -140,8 +141,8 @@ state = "{state}"
                     "ipam": {
                         "type": "host-local",
                         "dataDir": below("addresses"),
-                        "ranges": [[{"subnet": self.addresses.pods_of_node(self.number)}]],
-                        "routes": [{"dst": "0.0.0.0/0"}],
+                        "ranges": ranges,
+                        "routes": routes,
                     },
                 },
                 {"type": "portmap", "capabilities": {"portMappings": true}},
@@ -186,13 +187,15 @@ state = "{state}"
         });
         self.write("resolv.conf", "nameserver 127.0.0.1\n")?;
         self.write("kubelet.json", &config.to_string())?;
+        let node_addrs = self.addresses.all_of_node(self.number);
+        let node_addrs: Vec<String> = node_addrs.iter().map(ToString::to_string).collect();
         let mut command = self.command(context, "kubelet")?;
         command.args([
             format!("--config={}", below("kubelet.json").display()),
             format!("--kubeconfig={}", context.kubeconfig_path(&self.name).display()),
             format!("--root-dir={}", below("kubelet").display()),
             format!("--hostname-override={}", self.name),
-            format!("--node-ip={}", self.addr),
+            format!("--node-ip={}", node_addrs.join(",")),
             format!(
                 "--node-labels=topology.kubernetes.io/zone={}",
                 self.addresses.zone(self.number)
@@ -219,7 +222,7 @@ state = "{state}"
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
             "kind": "KubeProxyConfiguration",
             "clientConnection": {"kubeconfig": context.kubeconfig_path("kube-proxy")},
-            "clusterCIDR": self.addresses.pods(),
+            "clusterCIDR": self.addresses.pods().join(","),
             "conntrack": {"maxPerCore": 0},
             "hostnameOverride": self.name,
             "mode": "nftables",
@@ -328,13 +331,28 @@ pub(super) fn add_machine(
     Ok(host)
 }
 
-/// The line of `ip -batch` for the route to the pods of node `number`.
+/// The lines of `ip -batch` for the routes to the pods of node `number`.
 pub(super) fn route_to_pods(addresses: ClusterAddresses, number: u8) -> String {
-    format!(
-        "route add {} via {}\n",
-        addresses.pods_of_node(number),
-        addresses.node(number)
-    )
+    routes(&addresses.pods_of_node(number), &addresses.all_of_node(number))
+}
+
+/// The lines of `ip -batch` for the routes to these networks through a node, which have an entry for each address family.
+pub(super) fn routes(networks: &[String], node: &[IpAddr]) -> String {
+    let routes = networks.iter().zip(node);
+    routes
+        .map(|(network, addr)| format!("route add {network} via {addr}\n"))
+        .collect()
+}
+
+/// Makes a namespace forward packets of both address families.
+pub(super) fn forward_packets(namespace: &Namespace) -> anyhow::Result<()> {
+    namespace.run(|| {
+        for setting in ["ipv4/ip_forward", "ipv6/conf/all/forwarding"] {
+            let path = format!("/proc/sys/net/{setting}");
+            fs::write(&path, "1").with_context(|| format!("writing {path}"))?;
+        }
+        anyhow::Ok(())
+    })?
 }
 
 pub(super) const SANDBOX_IMAGE: &str = "tulle.test/pause:latest";

@@ -23,15 +23,15 @@ pub struct PairNetwork {
 }
 
 impl ClusterPair {
-    /// Starts two clusters with this number of nodes each and the images of [`crate::images::Image::DEFAULT`]. No other cluster runs
-    /// beside them.
+    /// Starts two clusters with this number of nodes each, IPv4 and IPv6 addresses, and the images of
+    /// [`crate::images::Image::DEFAULT`]. No other cluster runs beside them.
     ///
     /// # Errors
     /// As [`Cluster::start`], or a detached cluster is running.
     pub async fn start(connection: Connection, nodes: u8) -> anyhow::Result<Self> {
-        let options = |addresses| ClusterOptions {
+        let options = |addresses: ClusterAddresses| ClusterOptions {
             nodes,
-            addresses,
+            addresses: addresses.with_ipv6(),
             ..ClusterOptions::default()
         };
         options(ClusterAddresses::FIRST).check()?;

@@ -1,6 +1,5 @@
 //! The router between the networks of two clusters.
 
-use std::fs;
 use std::io::Write as _;
 use std::process::Stdio;
 use std::sync::Arc;
@@ -8,6 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, ensure};
 use tulle_core::netns::Namespace;
 
+use super::addresses::ClusterAddresses;
 use super::cluster::Cluster;
 use super::kubernetes_components::API_PORT;
 use super::node;
@@ -42,15 +42,15 @@ impl Router {
     /// Fails if a link cannot be created, or the kernel refuses a rule.
     pub(super) fn start(connection: Connection, west: &mut Cluster, east: &mut Cluster) -> anyhow::Result<Self> {
         let namespace = west.network()?.add_isolated("router")?;
-        namespace.run(|| fs::write("/proc/sys/net/ipv4/ip_forward", "1"))??;
+        node::forward_packets(&namespace)?;
         for (cluster, link) in [(west, "west"), (east, "east")] {
             let addresses = cluster.addresses();
-            let own_addr = format!("{}/24", addresses.router());
-            cluster.network()?.connect(&namespace, link, &[&own_addr])?;
+            let own_addrs = addresses.interface_of_node(ClusterAddresses::ROUTER);
+            let own_addrs: Vec<&str> = own_addrs.iter().map(String::as_str).collect();
+            cluster.network()?.connect(&namespace, link, &own_addrs)?;
             let numbers = 1..=u8::try_from(cluster.nodes().len())?;
             let to_pods = numbers.map(|number| node::route_to_pods(addresses, number));
-            let first = addresses.node(1);
-            let to_load_balancers = format!("route add {} via {first}\n", addresses.load_balancers());
+            let to_load_balancers = node::routes(&addresses.load_balancers(), &addresses.all_of_node(1));
             namespace.ip(&to_pods.chain([to_load_balancers]).collect::<String>())?;
         }
         let router = Self { namespace };
@@ -74,13 +74,13 @@ impl Router {
             Cut::All => "drop;".to_owned(),
         };
         self.apply_rules(&format!(
-            "table ip cut {{ chain forward {{ type filter hook forward priority -10; {matching} }}\n}}\n"
+            "table inet cut {{ chain forward {{ type filter hook forward priority -10; {matching} }}\n}}\n"
         ))
     }
 
     /// Ends a cut.
     pub(super) fn restore(&self) -> anyhow::Result<()> {
-        self.apply_rules("delete table ip cut")
+        self.apply_rules("delete table inet cut")
     }
 
     fn apply_rules(&self, rules: &str) -> anyhow::Result<()> {
@@ -100,18 +100,21 @@ impl Router {
     }
 }
 
-/// The rule in `postrouting` matches nothing, because 192.0.2.1 is reserved for documentation. Without any rule, the kernel would
-/// also stop translating packets of established connections.
+/// The rules in `postrouting` match nothing, because their addresses are reserved for documentation. Without any rule, the kernel
+/// would also stop translating packets of established connections.
 const CHAINS: &str = "
-table ip translate {
+table inet translate {
   chain forward { type filter hook forward priority 0; }
   chain postrouting { type nat hook postrouting priority 100; }
 }
-flush table ip translate
-add rule ip translate postrouting ip saddr 192.0.2.1 masquerade
+flush table inet translate
+add rule inet translate postrouting ip saddr 192.0.2.1 masquerade
+add rule inet translate postrouting ip6 saddr 2001:db8::1 masquerade
 ";
-/// Both networks of pods are in 10.0.0.0/8.
+/// The networks of pods of both clusters are in these two.
 const TRANSLATE: &str = "
-add rule ip translate forward ct state new ip daddr 10.0.0.0/8 reject with icmp net-unreachable
-add rule ip translate postrouting ip saddr 10.0.0.0/8 masquerade
+add rule inet translate forward ct state new ip daddr 10.0.0.0/8 reject with icmp net-unreachable
+add rule inet translate forward ct state new ip6 daddr fd23::/16 reject with icmpv6 no-route
+add rule inet translate postrouting ip saddr 10.0.0.0/8 masquerade
+add rule inet translate postrouting ip6 saddr fd23::/16 masquerade
 ";

@@ -10,6 +10,7 @@ use tulle_control::trust;
 
 use crate::cluster::{ClusterPair, Connection, PairNetwork};
 use crate::images::Image;
+use crate::linkerd::LinkerdParts;
 use crate::meshed::{Client, MeshedCluster};
 use crate::{commands, programs};
 
@@ -28,14 +29,29 @@ impl LinkedClusters {
     /// # Errors
     /// Fails if a command fails, or a pod does not become ready.
     pub async fn start(connection: Connection, progress: impl Fn(&str)) -> anyhow::Result<Self> {
+        Self::start_with_linkerd(connection, [LinkerdParts::None; 2], progress).await
+    }
+
+    /// As [`LinkedClusters::start`], with these parts of Linkerd in `west` and in `east`.
+    ///
+    /// # Errors
+    /// The same as [`LinkedClusters::start`], or Linkerd's program fails.
+    pub async fn start_with_linkerd(
+        connection: Connection,
+        linkerd: [LinkerdParts; 2],
+        progress: impl Fn(&str),
+    ) -> anyhow::Result<Self> {
         progress("starting two clusters");
         let ClusterPair { network, west, east } = ClusterPair::start(connection, 1).await?;
-        progress("installing tulle in both");
+        progress("installing a control plane in both");
         let anchor = trust::create_anchor("root.linkerd.cluster.local", Duration::from_hours(365 * 24))?;
-        let (west, east) = tokio::try_join!(
-            MeshedCluster::install(west, WEST_TRUST_DOMAIN, &anchor),
-            MeshedCluster::install(east, EAST_TRUST_DOMAIN, &anchor),
+        let (mut west, mut east) = tokio::try_join!(
+            MeshedCluster::install(west, WEST_TRUST_DOMAIN, &anchor, linkerd[0]),
+            MeshedCluster::install(east, EAST_TRUST_DOMAIN, &anchor, linkerd[1]),
         )?;
+        // Proxies of each cluster have connections with those of the other.
+        west.has_third_party_proxies |= east.has_third_party_proxies;
+        east.has_third_party_proxies = west.has_third_party_proxies;
         let linked = Self { network, west, east };
         progress("installing the gateway in east, and the controller of the link in west");
         install_extension(&linked.east, &gateway_flag()).await?;
@@ -72,7 +88,16 @@ impl LinkedClusters {
     /// # Errors
     /// Fails if a command fails.
     pub async fn link(&self) -> anyhow::Result<()> {
-        link(&self.west, &self.east, "east").await
+        link(&self.west, &self.east, "east", "").await
+    }
+
+    /// As [`LinkedClusters::link`], with these addresses of the gateway, separated by commas, instead of those of its Service.
+    ///
+    /// # Errors
+    /// Fails if a command fails.
+    pub async fn link_by_addresses(&self, gateway: &str) -> anyhow::Result<()> {
+        let flags = format!("--gateway-addresses {gateway}");
+        link(&self.west, &self.east, "east", &flags).await
     }
 
     /// Installs a gateway in `west` and a controller in `east`, and links `east` to `west`, so that each cluster can use Services
@@ -90,7 +115,7 @@ impl LinkedClusters {
                 .wait_for_deployment(NAMESPACE, "linkerd-gateway")
                 .await?;
         }
-        link(&self.east, &self.west, "west").await?;
+        link(&self.east, &self.west, "west", "").await?;
         self.east
             .cluster
             .wait_for_deployment(NAMESPACE, "controller-west")
@@ -107,10 +132,11 @@ impl LinkedClusters {
             cluster.apply(&WEB.replace("@cluster", name)).await?;
         }
         self.west.apply(CLIENT_MANIFEST).await?;
-        for (cluster, name) in [(&self.west, "web"), (&self.east, "web"), (&self.west, "client")] {
-            cluster.cluster.wait_for_deployment("shop", name).await?;
+        for cluster in [&self.west, &self.east] {
+            cluster.mark_opaque_for_third_party_proxies("shop", "web", 5000).await?;
+            cluster.cluster.wait_for_deployment("shop", "web").await?;
         }
-        Ok(())
+        self.west.set_up_client("shop", "client").await
     }
 
     /// Makes `web` of both clusters members of `web-federated`, and waits until both respond to the client.
@@ -163,10 +189,10 @@ fn gateway_flag() -> String {
     format!("--set gateway.pauseImage={}", Image::Pause.reference())
 }
 
-/// Links `source` to `target`, whose name in `source` is `target_name`.
-async fn link(source: &MeshedCluster, target: &MeshedCluster, target_name: &str) -> anyhow::Result<()> {
+/// Links `source` to `target`, whose name in `source` is `target_name`, with further flags of `link-gen`.
+async fn link(source: &MeshedCluster, target: &MeshedCluster, target_name: &str, flags: &str) -> anyhow::Result<()> {
     let api_server = target.cluster.api_server_url();
-    let line = format!("multicluster link-gen --cluster-name {target_name} --api-server-address {api_server}");
+    let line = format!("multicluster link-gen --cluster-name {target_name} --api-server-address {api_server} {flags}");
     // Kubernetes writes the token of the account shortly after the account, and the load balancer gets its address shortly after
     // the Service.
     let link = async || source.apply(&tulle(target, &line).await?).await;
@@ -174,7 +200,8 @@ async fn link(source: &MeshedCluster, target: &MeshedCluster, target_name: &str)
     source.cluster.wait_until(&what, link).await
 }
 
-/// Runs `tulle` as the administrator of a cluster, and returns its output.
+/// Runs `tulle` as the administrator of a cluster, or Linkerd's program if the cluster has its multicluster extension and the command
+/// is for it, and returns its output.
 ///
 /// # Errors
 /// Fails if the command fails; the error contains its output.
@@ -194,9 +221,11 @@ pub async fn tulle(cluster: &MeshedCluster, line: &str) -> anyhow::Result<String
 /// # Errors
 /// Fails if the command cannot be started, or does not end.
 async fn tulle_output(cluster: &MeshedCluster, line: &str) -> anyhow::Result<Output> {
-    let mut tulle = cluster
-        .cluster
-        .command_for_path(&programs::static_binaries_dir()?.join("tulle"));
+    let program = match &cluster.multicluster_program {
+        Some(program) if line.starts_with("multicluster ") => program.clone(),
+        _ => programs::static_binaries_dir()?.join("tulle"),
+    };
+    let mut tulle = cluster.cluster.command_for_path(&program);
     tulle.args(line.split_whitespace()).env("PATH", programs::search_path());
     commands::output(&format!("tulle {line}"), tulle).await
 }

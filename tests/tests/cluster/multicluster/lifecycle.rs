@@ -16,13 +16,12 @@ pub(super) async fn a_gateway_with_node_ports_is_used(linked: &LinkedClusters) {
     east.apply(&tulle(east, &install).await.unwrap()).await.unwrap();
     let address = "get nodes -o jsonpath={.items[0].status.addresses[?(@.type=='InternalIP')].address}";
     let address = east.kubectl(address).await.unwrap();
-    let link = format!(
-        "multicluster link-gen --cluster-name east --api-server-address {} --gateway-addresses {address}",
-        east.cluster.api_server_url()
-    );
-    let link = tulle(east, &link).await.unwrap();
-    assert!(!link.contains("\n  gatewayPort: \"4143\""), "{link}");
-    west.apply(&link).await.unwrap();
+    linked.link_by_addresses(&address).await.unwrap();
+    let port = west
+        .kubectl("get link -n linkerd-multicluster east -o jsonpath={.spec.gatewayPort}")
+        .await
+        .unwrap();
+    assert_ne!(port, "4143");
     export(linked, "true", GATEWAY_ID).await;
     check_protocols(linked, "web-east").await;
     let is_checked = async || tulle(west, "multicluster check --wait 0").await.map(drop);

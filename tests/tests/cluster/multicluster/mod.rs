@@ -2,7 +2,9 @@
 
 mod anchors;
 mod chaos;
+mod ipv6;
 mod lifecycle;
+mod linkerd;
 mod loops;
 mod traffic;
 
@@ -27,6 +29,7 @@ async fn a_cluster_uses_services_of_another() {
     traffic_through_the_gateway_has_both_identities(&linked).await;
     commands_show_the_other_cluster(&linked).await;
     each_pod_of_a_stateful_set_has_a_name(&linked).await;
+    ipv6::gateways_with_ipv6_addresses_are_used(&linked).await;
     linked.network.set_connection(Connection::Flat).unwrap();
     traffic_to_pods_has_both_identities(&linked).await;
     pods_permit_identities_of_the_other_cluster(&linked).await;

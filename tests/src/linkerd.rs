@@ -1,0 +1,48 @@
+//! Linkerd's command line and images, built outside of this repository, for tests of interoperation.
+
+use std::path::PathBuf;
+use std::{env, fs};
+
+use anyhow::Context as _;
+
+/// The directory that `TULLE_TEST_LINKERD` names.
+pub struct Linkerd {
+    dir: PathBuf,
+}
+
+/// Which parts of a cluster are Linkerd's. The others are tulle's.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum LinkerdParts {
+    None,
+    /// The multicluster extension, and the commands for it.
+    Multicluster,
+    /// The control plane, the proxies and the multicluster extension.
+    All,
+}
+
+impl Linkerd {
+    /// # Errors
+    /// Fails if `TULLE_TEST_LINKERD` is not set.
+    pub fn from_env() -> anyhow::Result<Self> {
+        let dir = env::var_os("TULLE_TEST_LINKERD")
+            .context("set TULLE_TEST_LINKERD to a directory with Linkerd's program and images")?;
+        Ok(Self { dir: dir.into() })
+    }
+
+    /// The program `linkerd`.
+    pub fn program(&self) -> PathBuf {
+        self.dir.join("linkerd")
+    }
+
+    /// The docker archives of the images that the manifests of the program name: all files that end in `.tar`.
+    ///
+    /// # Errors
+    /// Fails if the directory cannot be read.
+    pub fn images(&self) -> anyhow::Result<Vec<PathBuf>> {
+        let entries = fs::read_dir(&self.dir).with_context(|| format!("reading {}", self.dir.display()))?;
+        let paths = entries.map(|entry| Ok(entry.context("reading a directory")?.path()));
+        let paths: Vec<PathBuf> = paths.collect::<anyhow::Result<_>>()?;
+        let is_archive = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "tar");
+        Ok(paths.into_iter().filter(is_archive).collect())
+    }
+}

@@ -1,0 +1,55 @@
+//! Links between clusters of which one has Linkerd, or whose multicluster extension is Linkerd's.
+//!
+//! `TULLE_TEST_LINKERD` names a directory with the program `linkerd` and its images, which this repository does not have.
+
+use tulle_tests::cluster::Connection;
+use tulle_tests::linked_clusters::LinkedClusters;
+use tulle_tests::linkerd::LinkerdParts;
+
+use super::traffic::{GATEWAY_ID, check_protocols, export, proxy_metrics};
+use super::{CLIENT_ID, NAMESPACE, SERVER_ID, assert_has_series, label};
+
+/// Linkerd's program, charts and service mirror link clusters with tulle.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs TULLE_TEST_LINKERD"]
+async fn linkerd_links_clusters_with_tulle() {
+    check_link([LinkerdParts::Multicluster; 2]).await;
+}
+
+/// The service mirror, destination service and proxies of tulle use a gateway, pods and policies of Linkerd.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs TULLE_TEST_LINKERD"]
+async fn tulle_uses_services_of_a_cluster_with_linkerd() {
+    check_link([LinkerdParts::None, LinkerdParts::All]).await;
+}
+
+/// The service mirror, destination service and proxies of Linkerd use a gateway, pods and policies of tulle.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs TULLE_TEST_LINKERD"]
+async fn linkerd_uses_services_of_a_cluster_with_tulle() {
+    check_link([LinkerdParts::All, LinkerdParts::None]).await;
+}
+
+/// Checks each mode of a link, with the identities that both sides see.
+async fn check_link(linkerd: [LinkerdParts; 2]) {
+    let start = LinkedClusters::start_with_linkerd(Connection::Translated, linkerd, |step| eprintln!("{step}"));
+    let linked = start.await.unwrap();
+    linked.start_shop().await.unwrap();
+    export(&linked, "true", GATEWAY_ID).await;
+    check_protocols(&linked, "web-east").await;
+    let gateway = proxy_metrics(&linked.east, NAMESPACE, "app=linkerd-gateway").await;
+    assert_has_series(&gateway, &["direction=\"inbound\"", &label("client_id", CLIENT_ID)]);
+    assert_has_series(&gateway, &["direction=\"outbound\"", &label("server_id", SERVER_ID)]);
+    eprintln!("through the gateway: right");
+
+    linked.network.set_connection(Connection::Flat).unwrap();
+    export(&linked, "remote-discovery", SERVER_ID).await;
+    check_protocols(&linked, "web-east").await;
+    let server = proxy_metrics(&linked.east, "shop", "app=web").await;
+    assert_has_series(&server, &["direction=\"inbound\"", &label("client_id", CLIENT_ID)]);
+    eprintln!("by addresses of pods: right");
+
+    linked.federate().await.unwrap();
+    check_protocols(&linked, "web-federated").await;
+    eprintln!("federated: right");
+}
