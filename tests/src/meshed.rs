@@ -110,7 +110,11 @@ impl MeshedCluster {
         }
         match linkerd {
             LinkerdParts::All => meshed.install_linkerd(trust_domain).await?,
-            LinkerdParts::None | LinkerdParts::Multicluster => meshed.install_tulle(trust_domain, &image)?,
+            LinkerdParts::None => meshed.install_tulle(trust_domain, &image)?,
+            LinkerdParts::Multicluster => {
+                let linked = image.into_iter().chain(["--set=linkedClusters={east}".to_owned()]);
+                meshed.install_tulle(trust_domain, &linked.collect::<Vec<_>>())?;
+            }
         }
         meshed.wait_for_control_plane().await?;
         meshed.wait_for_injection().await?;
@@ -118,7 +122,7 @@ impl MeshedCluster {
     }
 
     /// Installs `tulle-crds` and `tulle-control-plane`.
-    fn install_tulle(&self, trust_domain: &str, image: &[String]) -> anyhow::Result<()> {
+    fn install_tulle(&self, trust_domain: &str, settings: &[String]) -> anyhow::Result<()> {
         let (crds, control_plane) = (chart_path("tulle-crds"), chart_path("tulle-control-plane"));
         let install = ["install", "--namespace", "linkerd", "--create-namespace"];
         let crds_release = ["tulle-crds", &crds, "--set=installGatewayAPI=true"];
@@ -137,7 +141,7 @@ impl MeshedCluster {
         let set: Vec<&str> = credentials
             .iter()
             .chain(&networks)
-            .chain(image)
+            .chain(settings)
             .map(String::as_str)
             .collect();
         let control_plane_release = ["tulle-control-plane", &control_plane];

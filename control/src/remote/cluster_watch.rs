@@ -102,7 +102,7 @@ impl RemoteClusterWatch {
                     warn!(
                         %cluster, namespace, secret, cause,
                         "the Secret of the cluster cannot be read; if that is forbidden, name the Link in `controllers` of the chart \
-                         tulle-multicluster"
+                         tulle-multicluster, or the cluster in `linkedClusters` of tulle-control-plane"
                     );
                 }
                 SecretState::Unknown => {}

@@ -4,16 +4,19 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::Context as _;
+use k8s_openapi::ByteString;
 use serde_json::{Value, json};
 
-/// Writes a kubeconfig as JSON, which is also YAML.
+/// Writes a kubeconfig as JSON, which is also YAML. It contains the certificate of the CA, because `linkerd multicluster link-gen`
+/// would pass its path on to the other cluster.
 ///
 /// `user` is the value of `users[].user`: certificates or a token.
 pub(super) fn write(path: &Path, server: &str, ca: &Path, user: &Value) -> anyhow::Result<()> {
+    let ca = fs::read(ca).with_context(|| format!("reading {}", ca.display()))?;
     let config = json!({
         "apiVersion": "v1",
         "kind": "Config",
-        "clusters": [{"name": "tests", "cluster": {"server": server, "certificate-authority": ca}}],
+        "clusters": [{"name": "tests", "cluster": {"server": server, "certificate-authority-data": ByteString(ca)}}],
         "users": [{"name": "user", "user": user}],
         "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": "user"}}],
         "current-context": "tests",

@@ -355,7 +355,7 @@ pub(super) fn forward_packets(namespace: &Namespace) -> anyhow::Result<()> {
     })?
 }
 
-pub(super) const SANDBOX_IMAGE: &str = "tulle.test/pause:latest";
+pub(super) const SANDBOX_IMAGE: &str = "tulle.test/pause:local";
 const CONTAINERD_SOCKET: &str = "containerd.sock";
 const CONTAINERD_ROOT: &str = "containerd/root";
 const CONTAINERD_STATE: &str = "containerd/state";

@@ -53,7 +53,7 @@ impl Image {
             Self::Proxy => format!("ghcr.io/tulle-mesh/proxy:{VERSION}"),
             Self::Bench | Self::Workload => format!("ghcr.io/tulle-mesh/bench:{VERSION}"),
             Self::CoreDns => "tulle.test/coredns:latest".to_owned(),
-            Self::Pause => "tulle.test/pause:latest".to_owned(),
+            Self::Pause => "tulle.test/pause:local".to_owned(),
             Self::Echo => ECHO.to_owned(),
             Self::Databases => "tulle.test/databases:latest".to_owned(),
             Self::Brokers => "tulle.test/brokers:latest".to_owned(),

@@ -425,6 +425,27 @@ async fn components_with_given_webhook_certificates_have_no_access_to_secrets() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_destination_service_can_read_the_credentials_of_linked_clusters_only() {
+    let server = start_with_chart(&["--set=linkedClusters={east}"]).await;
+    for account in ACCOUNTS {
+        for name in ["cluster-credentials-east", "cluster-credentials-west", ""] {
+            for verb in VERBS {
+                let review = AccessReview {
+                    account,
+                    verb,
+                    resource: "secrets",
+                    namespace: "linkerd",
+                    name,
+                };
+                let is_linked = account == DESTINATION && name == "cluster-credentials-east";
+                let expected = is_linked && ["list", "watch"].contains(&verb);
+                assert_eq!(review.is_allowed(&server).await, expected, "{review:?}");
+            }
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_component_creates_its_own_secrets_by_apply_and_no_others() {
     let server = start_with_chart(&[]).await;
     let access = kubernetes::Config {
