@@ -2,6 +2,7 @@
 //!
 //! `TULLE_TEST_LINKERD` names a directory with the program `linkerd` and its images, which this repository does not have.
 
+use anyhow::ensure;
 use tulle_tests::cluster::Connection;
 use tulle_tests::linked_clusters::LinkedClusters;
 use tulle_tests::linkerd::LinkerdParts;
@@ -38,11 +39,13 @@ async fn check_link(linkerd: [LinkerdParts; 2]) {
     export(&linked, "true", GATEWAY_ID).await;
     check_protocols(&linked, "web-east").await;
     let gateway = proxy_metrics(&linked.east, NAMESPACE, "app=linkerd-gateway").await;
-    assert_has_series(&gateway, &["direction=\"inbound\"", &label("client_id", CLIENT_ID)]);
+    // Gateways of Linkerd count what they forward as outbound responses only.
+    assert_has_labels(&gateway, &["direction=\"inbound\"", &label("client_id", CLIENT_ID)]);
     assert_has_series(&gateway, &["direction=\"outbound\"", &label("server_id", SERVER_ID)]);
     eprintln!("through the gateway: right");
 
     linked.network.set_connection(Connection::Flat).unwrap();
+    change_mode_and_replace_client(&linked).await;
     export(&linked, "remote-discovery", SERVER_ID).await;
     check_protocols(&linked, "web-east").await;
     let server = proxy_metrics(&linked.east, "shop", "app=web").await;
@@ -52,4 +55,31 @@ async fn check_link(linkerd: [LinkerdParts; 2]) {
     linked.federate().await.unwrap();
     check_protocols(&linked, "web-federated").await;
     eprintln!("federated: right");
+}
+
+/// Exports `web` by the addresses of its pods, and then replaces the client: Linkerd's destination service does not tell proxies that
+/// already use a mirror that its mode has changed.
+async fn change_mode_and_replace_client(linked: &LinkedClusters) {
+    let label = "label --overwrite -n shop service web mirror.linkerd.io/exported=remote-discovery";
+    linked.east.kubectl(label).await.unwrap();
+    let west = &linked.west;
+    let has_changed = async || {
+        let labels = west
+            .kubectl("get service -n shop web-east -o jsonpath={.metadata.labels}")
+            .await?;
+        ensure!(labels.contains("remote-discovery"), "{labels}");
+        Ok(())
+    };
+    west.cluster
+        .wait_until("the mirror has changed", has_changed)
+        .await
+        .unwrap();
+    west.kubectl("delete pods -n shop -l app=client --wait").await.unwrap();
+    west.cluster.wait_for_deployment("shop", "client").await.unwrap();
+}
+
+#[track_caller]
+fn assert_has_labels(metrics: &str, labels: &[&str]) {
+    let has = |line: &str| labels.iter().all(|label| line.contains(label));
+    assert!(metrics.lines().any(has), "no series with {labels:?}");
 }
