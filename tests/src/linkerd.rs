@@ -16,8 +16,22 @@ pub enum LinkerdParts {
     None,
     /// The multicluster extension, and the commands for it.
     Multicluster,
+    /// The control plane and the proxies.
+    ControlPlane,
     /// The control plane, the proxies and the multicluster extension.
     All,
+}
+
+impl LinkerdParts {
+    /// Whether the control plane and the proxies are Linkerd's.
+    pub fn include_control_plane(self) -> bool {
+        matches!(self, Self::ControlPlane | Self::All)
+    }
+
+    /// Whether the multicluster extension is Linkerd's.
+    pub fn include_multicluster(self) -> bool {
+        matches!(self, Self::Multicluster | Self::All)
+    }
 }
 
 impl Linkerd {

@@ -93,28 +93,26 @@ impl MeshedCluster {
             helm: Helm::with_kubeconfig(cluster.kubeconfig_outside())?,
             cluster,
             files,
-            has_third_party_proxies: linkerd == LinkerdParts::All,
+            has_third_party_proxies: linkerd.include_control_plane(),
             clients_image: None,
             multicluster_program: None,
         };
-        let image = meshed.proxy_image().await?;
+        let mut settings = meshed.proxy_image().await?;
         anchor.write(&meshed.file("ca.crt"), &meshed.file("ca.key"))?;
         let issuer = trust::create_issuer(&format!("identity.linkerd.{trust_domain}"), YEAR, anchor)?;
         issuer.write(&meshed.file("issuer.crt"), &meshed.file("issuer.key"))?;
         if linkerd != LinkerdParts::None {
-            let linkerd = Linkerd::from_env()?;
-            for image in linkerd.images()? {
+            for image in Linkerd::from_env()?.images()? {
                 meshed.cluster.load_archive(&image).await?;
             }
-            meshed.multicluster_program = Some(linkerd.program());
         }
-        match linkerd {
-            LinkerdParts::All => meshed.install_linkerd(trust_domain).await?,
-            LinkerdParts::None => meshed.install_tulle(trust_domain, &image)?,
-            LinkerdParts::Multicluster => {
-                let linked = image.into_iter().chain(["--set=linkedClusters={east}".to_owned()]);
-                meshed.install_tulle(trust_domain, &linked.collect::<Vec<_>>())?;
-            }
+        if linkerd.include_multicluster() {
+            meshed.multicluster_program = Some(Linkerd::from_env()?.program());
+            settings.push("--set=linkedClusters={east}".to_owned());
+        }
+        match linkerd.include_control_plane() {
+            true => meshed.install_linkerd(trust_domain).await?,
+            false => meshed.install_tulle(trust_domain, &settings)?,
         }
         meshed.wait_for_control_plane().await?;
         meshed.wait_for_injection().await?;

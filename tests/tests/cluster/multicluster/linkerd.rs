@@ -31,6 +31,13 @@ async fn linkerd_uses_services_of_a_cluster_with_tulle() {
     check_link([LinkerdParts::All, LinkerdParts::None]).await;
 }
 
+/// The destination service and proxies of Linkerd use what the service mirror of tulle writes.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs TULLE_TEST_LINKERD"]
+async fn linkerd_uses_mirrors_of_tulle() {
+    check_link([LinkerdParts::ControlPlane, LinkerdParts::None]).await;
+}
+
 /// Checks each mode of a link, with the identities that both sides see.
 async fn check_link(linkerd: [LinkerdParts; 2]) {
     let start = LinkedClusters::start_with_linkerd(Connection::Translated, linkerd, |step| eprintln!("{step}"));
