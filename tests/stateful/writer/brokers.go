@@ -97,15 +97,23 @@ func (r *rabbitMQ) read(ctx context.Context) ([]int, error) {
 		if err != nil {
 			return err
 		}
+		messages, err := channel.Consume(name, "", false, false, false, false, nil)
+		if err != nil {
+			return err
+		}
 		for {
-			message, isFound, err := channel.Get(name, false)
-			if err != nil {
-				return err
+			select {
+			case message, isOpen := <-messages:
+				if !isOpen {
+					return errors.New("the channel is closed")
+				}
+				texts = append(texts, string(message.Body))
+			case <-time.After(time.Second):
+				queue, err := channel.QueueDeclarePassive(name, true, false, false, false, nil)
+				if err != nil || queue.Messages == 0 {
+					return err
+				}
 			}
-			if !isFound {
-				return nil
-			}
-			texts = append(texts, string(message.Body))
 		}
 	})
 	if err != nil {
