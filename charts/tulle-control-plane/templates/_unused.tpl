@@ -11,6 +11,7 @@ values.yaml.
 {{- $sidecars := "the control plane has no sidecars" }}
 {{- $one := "the components of destination are one container with destinationResources" }}
 {{- $probed := "the components of destination are one container with the probes of destinationController" }}
+{{- $monitored := dict "enabled" true "honorTimestamps" false }}
 {{- $heartbeat := "the control plane reports nothing to third parties" }}
 {{- $linkerdTools := "only Linkerd's tools use it" }}
 {{- $injector := "the injector determines it" }}
@@ -24,6 +25,7 @@ values.yaml.
   (dict "value" "heartbeat" "default" dict "because" $heartbeat)
   (dict "value" "heartbeatResources" "default" $noResources "because" $heartbeat)
   (dict "value" "prometheusUrl" "default" "" "because" $heartbeat)
+  (dict "value" "podMonitor.serviceMirror" "default" $monitored "because" "see podMonitor.enabled of tulle-multicluster")
   (dict "value" "policyController.livenessProbe" "default" $noProbe "because" $probed)
   (dict "value" "policyController.readinessProbe" "default" $noProbe "because" $probed)
   (dict "value" "policyController.resources" "default" $ofPolicy "because" $one)

@@ -3,6 +3,7 @@
 //! The kubelet connects to loopback inside the pod, so ports that listen only on loopback are reachable too.
 
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, ensure};
 use bytes::Bytes;
@@ -21,6 +22,14 @@ use super::{Cluster, REQUEST_TIMEOUT, reason};
 pub(crate) struct ForwardedPort<S> {
     pub(crate) stream: S,
     pub(crate) error: ForwardError,
+}
+
+/// A port of a pod.
+#[derive(Clone, Copy)]
+pub(crate) struct PodPort<'a> {
+    pub(crate) namespace: &'a str,
+    pub(crate) pod: &'a str,
+    pub(crate) port: u16,
 }
 
 /// The reason why the kubelet could not connect. The stream ends without an error in this case.
@@ -48,6 +57,15 @@ pub(crate) async fn open(
     pod: &str,
     port: u16,
 ) -> anyhow::Result<ForwardedPort<impl AsyncRead + AsyncWrite + Unpin + Send + use<>>> {
+    open_within(cluster, PodPort { namespace, pod, port }, REQUEST_TIMEOUT).await
+}
+
+async fn open_within(
+    cluster: &Cluster,
+    target: PodPort<'_>,
+    limit: Duration,
+) -> anyhow::Result<ForwardedPort<impl AsyncRead + AsyncWrite + Unpin + Send + use<>>> {
+    let PodPort { namespace, pod, port } = target;
     let api: Api<Pod> = Api::namespaced(cluster.client.clone(), namespace);
     let opening = async {
         let mut forwarder = api
@@ -73,9 +91,9 @@ pub(crate) async fn open(
             error: forward_error,
         })
     };
-    timeout(REQUEST_TIMEOUT, opening).await.with_context(|| {
-        format!("forwarding port {port} of pod {namespace}/{pod} took longer than {REQUEST_TIMEOUT:?}")
-    })?
+    timeout(limit, opening)
+        .await
+        .with_context(|| format!("forwarding port {port} of pod {namespace}/{pod} took longer than {limit:?}"))?
 }
 
 /// Fetches a page that a pod serves, such as `/metrics`.
@@ -89,10 +107,24 @@ pub(crate) async fn get(
     port: u16,
     path: &str,
 ) -> anyhow::Result<String> {
+    get_within(cluster, PodPort { namespace, pod, port }, path, REQUEST_TIMEOUT).await
+}
+
+/// Like [`get`]. `limit` is the maximum time to open the port, and then that to get the response.
+///
+/// # Errors
+/// As [`get`].
+pub(crate) async fn get_within(
+    cluster: &Cluster,
+    target: PodPort<'_>,
+    path: &str,
+    limit: Duration,
+) -> anyhow::Result<String> {
+    let PodPort { namespace, pod, port } = target;
     let ForwardedPort {
         stream,
         error: forward_error,
-    } = open(cluster, namespace, pod, port).await?;
+    } = open_within(cluster, target, limit).await?;
     let getting = async {
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
         // The task ends when the sender is dropped.
@@ -106,9 +138,9 @@ pub(crate) async fn get(
         let bytes = body.await.map_err(|error| anyhow!(error))?.to_bytes();
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     };
-    let page = timeout(REQUEST_TIMEOUT, getting)
+    let page = timeout(limit, getting)
         .await
-        .with_context(|| format!("no response within {REQUEST_TIMEOUT:?}"))
+        .with_context(|| format!("no response within {limit:?}"))
         .and_then(|page| page);
     forward_error
         .add_context(page)

@@ -149,6 +149,6 @@ pub(crate) fn reason(error: &kube::Error) -> String {
 
 const LIST_PAGE_SIZE: u32 = 500;
 
-/// Maximum time to open a forwarded port, to exchange data through it, or to get the version of the API server. Other requests to
-/// the API server do not have this limit.
+/// Maximum time to open a forwarded port, to exchange data through it, or to get the version of the API server, unless a command
+/// has a limit of its own. Other requests to the API server do not have this limit.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);

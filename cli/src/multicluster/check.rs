@@ -245,8 +245,12 @@ fn gateways_are_alive(links: &[LinkState], _: &MulticlusterState) -> CheckResult
     let failure = |link: &LinkState| link.gateway.as_ref().err().filter(|_| link.has_gateway).cloned();
     fail_unless_empty(failure_lines(links, failure), |lines| {
         error(
-            listing("gateways that do not respond to probes:", lines),
-            "check that pods of this cluster reach gatewayAddress of the Link at its ports (`kubectl get links -A -o yaml`)",
+            listing(
+                "gateways that do not respond to probes, or of which this is not known:",
+                lines,
+            ),
+            "check that pods of this cluster reach gatewayAddress of the Link at its ports (`kubectl get links -A -o yaml`); \
+             if the metrics of a controller are not read, pass a longer --timeout, or see the logs of its pod",
         )
     })
 }
@@ -326,6 +330,7 @@ In the cluster that uses Services of others:
 #[cfg(test)]
 mod tests {
     use super::super::check_state::{Controller, MirrorService, Target};
+    use super::super::gateways::Probes;
     use super::*;
 
     fn link(name: &str) -> LinkState {
@@ -457,5 +462,16 @@ mod tests {
         let mut state = healthy();
         state.controllers = Ok(Vec::new());
         assert!(has_retryable_failure(&report(&state)));
+    }
+
+    #[test]
+    fn the_problem_of_a_gateway_is_why_the_metrics_of_its_controller_are_not_read() {
+        let mut probes = Probes::default();
+        let cause = "getting /metrics from port 9999 of pod a/b: no response within 10s";
+        probes.failures.insert("east".to_owned(), cause.to_owned());
+        let mut state = healthy();
+        state.links.as_mut().unwrap()[0].gateway = probes.check("east", "east");
+        let found = problems(&state).join("\n");
+        assert!(found.contains(&format!("east: {cause}")), "{found}");
     }
 }

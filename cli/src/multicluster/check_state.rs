@@ -1,12 +1,12 @@
 //! The input of the checks of Links: the state of this cluster and of the linked clusters.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, ensure};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::authorization::v1::{ResourceAttributes, SelfSubjectAccessReview, SelfSubjectAccessReviewSpec};
-use k8s_openapi::api::core::v1::{Endpoints, Secret, Service};
+use k8s_openapi::api::core::v1::{ConfigMap, Endpoints, Secret, Service};
 use kube::api::{DynamicObject, ListParams, PostParams};
 use kube::{Api, ResourceExt as _};
 use tokio::time::timeout;
@@ -14,7 +14,7 @@ use tulle_control::kubernetes::{connect, remote_credentials};
 use tulle_core::names::{annotation, label};
 
 use super::extension::{self, CONTROLLER_SELECTOR, links, target_cluster};
-use super::gateways;
+use super::gateways::{self, Probes};
 use crate::certificates::Certificate;
 use crate::config;
 use crate::kubernetes::{Cluster, reason};
@@ -38,7 +38,7 @@ pub(super) struct LinkState {
     pub(super) target: Result<Target, String>,
     /// Whether the destination service accepts the Secret with the credentials for the linked cluster.
     pub(super) discovery_secret: Result<(), String>,
-    /// Whether the gateway responds to probes.
+    /// Whether the gateway responds to probes. The reason if this is not known.
     pub(super) gateway: Result<(), String>,
 }
 
@@ -64,13 +64,13 @@ pub(super) struct MirrorService {
     pub(super) has_endpoints: bool,
 }
 
-/// Reads the state of this cluster and of each linked cluster. `limit` is the timeout for each linked cluster, and for the metrics
-/// of all controllers together.
+/// Reads the state of this cluster and of each linked cluster. `limit` is the timeout for each linked cluster, for finding the
+/// controllers, and for the metrics of each.
 pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> MulticlusterState {
     let namespace = extension::namespace(cluster).await;
     let probes = match &namespace {
-        Ok(Some(_)) => gateways::gateway_liveness(cluster, limit).await,
-        Ok(None) | Err(_) => Ok(BTreeMap::new()),
+        Ok(Some(_)) => gateways::read_probes(cluster, limit).await,
+        Ok(None) | Err(_) => Ok(Probes::default()),
     };
     let found = match links(cluster).await {
         Ok(None) => Err("the kind is not installed".to_owned()),
@@ -97,7 +97,7 @@ pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> MulticlusterSt
 async fn read_link_state(
     cluster: &Cluster,
     link: &DynamicObject,
-    probes: &Result<BTreeMap<String, bool>, String>,
+    probes: &Result<Probes, String>,
     limit: Duration,
 ) -> LinkState {
     let name = link.name_any();
@@ -108,11 +108,7 @@ async fn read_link_state(
         Err(_) => Err(format!("no response within {limit:?}")),
     };
     let gateway = match probes {
-        Ok(probes) => match probes.get(&target_name) {
-            Some(true) => Ok(()),
-            Some(false) => Err("it does not respond to probes".to_owned()),
-            None => Err("no controller has probed it".to_owned()),
-        },
+        Ok(probes) => probes.check(&name, &target_name),
         Err(cause) => Err(cause.clone()),
     };
     LinkState {
@@ -201,15 +197,47 @@ async fn read_secret(cluster: &Cluster, namespace: &str, name: &str) -> anyhow::
     secret.with_context(|| format!("there is no Secret {namespace}/{name}"))
 }
 
-/// The trust anchors in the configuration of a control plane.
+/// The trust anchors that a control plane uses. If they are not readable, those in its configuration, because an account for other
+/// clusters can have the permission to read only that. The configuration has none with `identity.externalCA`.
 async fn control_plane_anchors(cluster: &Cluster) -> anyhow::Result<Vec<Vec<u8>>> {
-    let values = config::values(cluster).await?;
-    let bundle = values["identityTrustAnchorsPEM"]
-        .as_str()
-        .filter(|bundle| !bundle.is_empty());
-    let bundle = bundle.context("the ConfigMap linkerd-config has no identityTrustAnchorsPEM")?;
+    let bundle = match anchors_in_use(cluster).await? {
+        Ok(bundle) => bundle,
+        Err(unreadable) => {
+            let values = config::values(cluster).await?;
+            let bundle = values["identityTrustAnchorsPEM"]
+                .as_str()
+                .filter(|bundle| !bundle.is_empty());
+            let bundle = bundle.with_context(|| {
+                format!("{unreadable}; the ConfigMap linkerd-config has no identityTrustAnchorsPEM")
+            })?;
+            bundle.to_owned()
+        }
+    };
     let anchors = Certificate::parse_bundle(bundle.as_bytes())?;
     Ok(anchors.into_iter().map(|anchor| anchor.der).collect())
+}
+
+/// The bundle that the identity service reads; the reason if there is none, or if the account has no permission to read it.
+async fn anchors_in_use(cluster: &Cluster) -> anyhow::Result<Result<String, String>> {
+    let namespace = &cluster.control_plane_namespace;
+    let api: Api<ConfigMap> = Api::namespaced(cluster.client.clone(), namespace);
+    let bundle = match api.get_opt(TRUST_ROOTS_CONFIG_MAP).await {
+        Ok(map) => map.and_then(|mut map| map.data.as_mut()?.remove(TRUST_ROOTS_KEY)),
+        Err(error) => {
+            let cause = format!(
+                "reading ConfigMap {TRUST_ROOTS_CONFIG_MAP} of namespace {namespace}: {}",
+                reason(&error)
+            );
+            let is_forbidden = matches!(&error, kube::Error::Api(status) if status.code == 403);
+            ensure!(is_forbidden, "{cause}");
+            return Ok(Err(cause));
+        }
+    };
+    Ok(bundle.ok_or_else(|| {
+        format!(
+            "there is no ConfigMap {TRUST_ROOTS_CONFIG_MAP} with the key {TRUST_ROOTS_KEY:?} in namespace {namespace}"
+        )
+    }))
 }
 
 async fn controllers(cluster: &Cluster) -> Result<Vec<Controller>, kube::Error> {
@@ -269,4 +297,94 @@ fn has_addresses(endpoints: &Endpoints) -> bool {
         let unready = subset.not_ready_addresses.as_ref().map_or(0, Vec::len);
         ready + unready > 0
     })
+}
+
+/// The ConfigMap with the trust anchors of the identity service, and the key of the bundle in it.
+const TRUST_ROOTS_CONFIG_MAP: &str = "linkerd-identity-trust-roots";
+const TRUST_ROOTS_KEY: &str = "ca-bundle.crt";
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::future;
+
+    use http::{Request, Response};
+    use kube::client::Body;
+    use serde_json::json;
+    use tulle_control::trust;
+
+    use super::*;
+
+    /// Reads the anchors of a control plane that uses this bundle and has another one in its configuration. The API server responds
+    /// with an error instead if the first is the status and the reason of one.
+    async fn read_anchors(used: Result<&str, (u16, &'static str)>, configured: &str) -> anyhow::Result<Vec<Vec<u8>>> {
+        let used = used.map(|bundle| json!({ TRUST_ROOTS_KEY: bundle }));
+        let values = json!({ "identityTrustAnchorsPEM": configured }).to_string();
+        let service = tower::service_fn(move |req: Request<Body>| {
+            let found = match req.uri().path().rsplit('/').next() {
+                Some(TRUST_ROOTS_CONFIG_MAP) => used.clone(),
+                _ => Ok(json!({ "values": values })),
+            };
+            let (code, body) = match found {
+                Ok(data) => (
+                    200,
+                    json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": {}, "data": data }),
+                ),
+                Err((code, reason)) => (
+                    code,
+                    json!({ "apiVersion": "v1", "kind": "Status", "code": code, "reason": reason, "message": reason }),
+                ),
+            };
+            let body = Body::from(body.to_string().into_bytes());
+            let response = Response::builder().status(code).body(body).unwrap();
+            future::ready(Ok::<_, Infallible>(response))
+        });
+        let cluster = Cluster {
+            client: kube::Client::new(service, "default"),
+            control_plane_namespace: "linkerd".to_owned(),
+            namespace: "default".to_owned(),
+        };
+        control_plane_anchors(&cluster).await
+    }
+
+    const ABSENT: (u16, &str) = (404, "NotFound");
+    const FORBIDDEN: (u16, &str) = (403, "Forbidden");
+
+    #[tokio::test]
+    async fn the_anchors_in_use_are_read_before_those_of_the_configuration() {
+        let anchor = |name| {
+            let anchor = trust::create_anchor(name, Duration::from_secs(86_400));
+            anchor.unwrap().certificate
+        };
+        let (used, configured) = (anchor("used.test"), anchor("configured.test"));
+        let (used, configured) = (used.as_str(), configured.as_str());
+        for (in_use, in_configuration, expected) in [
+            (Ok(used), "", used),
+            (Ok(used), configured, used),
+            (Err(ABSENT), configured, configured),
+            (Err(FORBIDDEN), configured, configured),
+        ] {
+            let expected = Certificate::parse_bundle(expected.as_bytes()).unwrap().remove(0);
+            let found = read_anchors(in_use, in_configuration).await.unwrap();
+            assert_eq!(found, [expected.der], "{in_use:?}");
+        }
+        for (in_use, in_configuration, expected) in [
+            (ABSENT, "", "there is no ConfigMap linkerd-identity-trust-roots"),
+            (
+                FORBIDDEN,
+                "",
+                "of namespace linkerd: Forbidden; the ConfigMap linkerd-config has no",
+            ),
+            // The anchors in use can be others.
+            (
+                (500, "InternalError"),
+                configured,
+                "of namespace linkerd: InternalError",
+            ),
+        ] {
+            let error = read_anchors(Err(in_use), in_configuration).await.unwrap_err();
+            let text = format!("{error:#}");
+            assert!(text.contains(expected), "{expected:?} is not in {text:?}");
+        }
+    }
 }

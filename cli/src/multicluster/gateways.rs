@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
+use futures_util::future::join_all;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Pod, Service};
 use kube::api::ListParams;
@@ -13,8 +14,8 @@ use tokio::time::timeout;
 use tulle_core::names::label;
 
 use super::extension::{self, CONTROLLER_SELECTOR};
-use crate::kubernetes::resource::ports;
-use crate::kubernetes::{self, Cluster, forward, reason};
+use crate::kubernetes::forward::{self, PodPort};
+use crate::kubernetes::{self, Cluster, REQUEST_TIMEOUT, reason, resource};
 use crate::{runtime, table};
 
 #[derive(clap::Args, Clone, Debug)]
@@ -49,6 +50,38 @@ struct Gateway {
     latency: u64,
 }
 
+/// The gateways in the metrics of a service mirror.
+struct ControllerMetrics {
+    /// The name of its Link.
+    link: String,
+    /// The reason if the metrics were not read.
+    gateways: Result<Vec<Gateway>, String>,
+}
+
+/// What the service mirrors know about gateways.
+#[derive(Default)]
+pub(super) struct Probes {
+    /// Whether the gateway of a cluster responds.
+    pub(super) alive: BTreeMap<String, bool>,
+    /// Why the metrics of a service mirror were not read, by the name of its Link.
+    pub(super) failures: BTreeMap<String, String>,
+}
+
+impl Probes {
+    /// Checks the gateway of the cluster to which this Link leads.
+    ///
+    /// # Errors
+    /// Fails with the reason if the gateway does not respond, or if it is not known whether it does.
+    pub(super) fn check(&self, link: &str, cluster: &str) -> Result<(), String> {
+        match (self.alive.get(cluster), self.failures.get(link)) {
+            (Some(true), _) => Ok(()),
+            (Some(false), _) => Err("it does not respond to probes".to_owned()),
+            (None, Some(cause)) => Err(cause.clone()),
+            (None, None) => Err("no controller has probed it".to_owned()),
+        }
+    }
+}
+
 /// Prints a line for each gateway. A service mirror that does not respond is reported on standard error.
 ///
 /// # Errors
@@ -56,7 +89,13 @@ struct Gateway {
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()> {
     let mut rows = runtime()?.block_on(async {
         let cluster = flags.connect().await?;
-        let gateways = fetch_gateways(&cluster).await?;
+        let mut gateways = Vec::new();
+        for controller in fetch_gateways(&cluster, REQUEST_TIMEOUT).await? {
+            match controller.gateways {
+                Ok(found) => gateways.extend(found),
+                Err(cause) => eprintln!("tulle: {cause}"),
+            }
+        }
         let counts = count_mirrors(&cluster).await?;
         let row = |gateway: Gateway| Row {
             number_of_services: counts.get(&gateway.cluster).copied().unwrap_or_default(),
@@ -87,22 +126,54 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()>
     crate::print(&table::render(&["CLUSTER", "ALIVE", "NUM_SVC", "LATENCY"], rows))
 }
 
-/// Reads from the metrics of the service mirrors whether the gateway of each cluster responds to probes.
+/// Reads from the metrics of the service mirrors whether the gateway of each cluster responds to probes. `limit` is the timeout for
+/// finding the service mirrors, and that for the metrics of each.
 ///
 /// # Errors
-/// Fails with the reason if the metrics of the service mirrors are not read in time.
-pub(super) async fn gateway_liveness(cluster: &Cluster, limit: Duration) -> Result<BTreeMap<String, bool>, String> {
-    match timeout(limit, fetch_gateways(cluster)).await {
-        Ok(Ok(found)) => Ok(found
-            .into_iter()
-            .map(|gateway| (gateway.cluster, gateway.alive))
-            .collect()),
-        Ok(Err(error)) => Err(format!("{error:#}")),
-        Err(_) => Err(format!("the metrics of the controllers were not read within {limit:?}")),
+/// Fails with the reason if the service mirrors are not found in time.
+pub(super) async fn read_probes(cluster: &Cluster, limit: Duration) -> Result<Probes, String> {
+    let controllers = fetch_gateways(cluster, limit).await;
+    let mut probes = Probes::default();
+    for controller in controllers.map_err(|error| format!("{error:#}"))? {
+        match controller.gateways {
+            Ok(found) => {
+                let alive = found.into_iter().map(|gateway| (gateway.cluster, gateway.alive));
+                probes.alive.extend(alive);
+            }
+            Err(cause) => {
+                probes.failures.insert(controller.link, cause);
+            }
+        }
+    }
+    Ok(probes)
+}
+
+/// Reads the metrics of all service mirrors at once, so that none takes the time of the others.
+async fn fetch_gateways(cluster: &Cluster, limit: Duration) -> anyhow::Result<Vec<ControllerMetrics>> {
+    let pods = timeout(limit, leading_pods(cluster)).await;
+    let pods = pods.map_err(|_elapsed| anyhow!("the controllers were not found within {limit:?}"))??;
+    let controllers = pods.iter().map(|pod| fetch_controller(cluster, pod, limit));
+    Ok(join_all(controllers).await)
+}
+
+async fn fetch_controller(cluster: &Cluster, pod: &Pod, limit: Duration) -> ControllerMetrics {
+    let page = match timeout(limit, fetch_metrics(cluster, pod, limit)).await {
+        Ok(page) => page.map_err(|error| format!("{error:#}")),
+        Err(_) => {
+            let (namespace, name) = (resource::namespace(pod), pod.name_any());
+            Err(format!(
+                "the metrics of pod {namespace}/{name} were not read within {limit:?}"
+            ))
+        }
+    };
+    ControllerMetrics {
+        link: pod.labels().get(label::MIRRORED_CLUSTER).cloned().unwrap_or_default(),
+        gateways: page.map(|page| parse_gateways(&page).collect()),
     }
 }
 
-async fn fetch_gateways(cluster: &Cluster) -> anyhow::Result<Vec<Gateway>> {
+/// The pods of service mirrors that hold the lease of a Link.
+async fn leading_pods(cluster: &Cluster) -> anyhow::Result<Vec<Pod>> {
     let namespace = extension::namespace(cluster).await?;
     let namespace = namespace.context(
         "the multicluster extension is not installed (no namespace has the label linkerd.io/extension=multicluster); \
@@ -114,14 +185,8 @@ async fn fetch_gateways(cluster: &Cluster) -> anyhow::Result<Vec<Gateway>> {
         .list(&pods, &ListParams::default().labels(CONTROLLER_SELECTOR))
         .await;
     let pods = pods.map_err(|error| anyhow!("listing pods of {namespace}: {}", reason(&error)))?;
-    let mut found = Vec::new();
-    for pod in pods.iter().filter(|pod| leaders.contains(&pod.name_any())) {
-        match fetch_metrics(cluster, &namespace, pod).await {
-            Ok(page) => found.extend(parse_gateways(&page)),
-            Err(error) => eprintln!("tulle: {error:#}"),
-        }
-    }
-    Ok(found)
+    let leading = pods.into_iter().filter(|pod| leaders.contains(&pod.name_any()));
+    Ok(leading.collect())
 }
 
 /// Parses the gateways on the metrics page of a service mirror.
@@ -152,13 +217,18 @@ async fn leaders(cluster: &Cluster, namespace: &str) -> anyhow::Result<BTreeSet<
     Ok(link_leases.filter_map(|lease| lease.spec?.holder_identity).collect())
 }
 
-async fn fetch_metrics(cluster: &Cluster, namespace: &str, pod: &Pod) -> anyhow::Result<String> {
+async fn fetch_metrics(cluster: &Cluster, pod: &Pod, limit: Duration) -> anyhow::Result<String> {
     let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
     let mut mirrors = containers.filter(|container| ["service-mirror", "controller"].contains(&&*container.name));
-    let name = pod.name_any();
-    let port = mirrors.find_map(|container| ports(container).find(|(name, _)| name.ends_with("-admin")));
+    let (namespace, name) = (resource::namespace(pod), pod.name_any());
+    let port = mirrors.find_map(|container| resource::ports(container).find(|(name, _)| name.ends_with("-admin")));
     let (_, port) = port.with_context(|| format!("pod {namespace}/{name} has no port for metrics"))?;
-    forward::get(cluster, namespace, &name, port, "/metrics").await
+    let target = PodPort {
+        namespace,
+        pod: &name,
+        port,
+    };
+    forward::get_within(cluster, target, "/metrics", limit).await
 }
 
 /// The number of mirrors of each cluster.
@@ -209,5 +279,19 @@ mod tests {
         );
         assert_eq!(gauge_by_cluster(page, "gateway_latency"), [entry("east", 12)].into());
         assert_eq!(gauge_by_cluster(page, "gateway_enabled"), [].into());
+    }
+
+    #[test]
+    fn metrics_that_were_not_read_explain_the_missing_state_of_their_gateway_only() {
+        let text = str::to_owned;
+        let probes = Probes {
+            alive: [(text("east"), true), (text("north"), false)].into(),
+            failures: [(text("to-south"), text("no response within 10s"))].into(),
+        };
+        let problem = |link, cluster| probes.check(link, cluster).err();
+        assert_eq!(problem("east", "east"), None);
+        assert_eq!(problem("north", "north"), Some(text("it does not respond to probes")));
+        assert_eq!(problem("to-south", "south"), Some(text("no response within 10s")));
+        assert_eq!(problem("west", "west"), Some(text("no controller has probed it")));
     }
 }

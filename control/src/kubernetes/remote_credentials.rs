@@ -199,6 +199,26 @@ mod tests {
         )
     }
 
+    /// A Secret as `link-gen` creates it for the cluster `east`.
+    fn linked_secret() -> Secret {
+        let mut secret = secret(&kubeconfig("", "token: t"));
+        secret.type_ = Some("mirror.linkerd.io/remote-kubeconfig".to_owned());
+        let label = (label::CREDENTIALS_OF_CLUSTER.to_owned(), "east".to_owned());
+        secret.metadata.labels = Some([label].into());
+        let annotations = [
+            (annotation::TRUST_DOMAIN, "east.id"),
+            (annotation::CLUSTER_DOMAIN, "east.test"),
+        ];
+        let annotations = annotations.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        secret.metadata.annotations = Some(annotations.into());
+        secret
+    }
+
+    async fn linked_error(secret: &Secret) -> String {
+        let refused = read_linked_cluster(secret, "east").await.err();
+        refused.expect("the Secret is refused").to_string()
+    }
+
     async fn error(secret: &Secret) -> String {
         read(secret).await.err().expect("the kubeconfig is refused").to_string()
     }
@@ -252,5 +272,52 @@ mod tests {
                 .await
                 .contains("at most")
         );
+    }
+
+    /// The Secret is found by its name, so its type has no effect.
+    #[tokio::test]
+    async fn a_linked_cluster_is_read_from_a_secret_of_any_type() {
+        for secret_type in ["mirror.linkerd.io/remote-kubeconfig", "Opaque"] {
+            let mut secret = linked_secret();
+            secret.type_ = Some(secret_type.to_owned());
+            let linked = read_linked_cluster(&secret, "east").await;
+            let linked = linked.unwrap_or_else(|err| panic!("{secret_type}: {err}"));
+            assert_eq!(linked.trust_domain, "east.id");
+            assert_eq!(linked.cluster_domain, "east.test");
+            assert_eq!(linked.access.config.cluster_url, "https://192.0.2.1:6443/");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_secret_without_the_label_of_the_cluster_is_refused() {
+        for labelled in [None, Some(""), Some("west"), Some("East")] {
+            let mut secret = linked_secret();
+            let label = labelled.map(|name| (label::CREDENTIALS_OF_CLUSTER.to_owned(), name.to_owned()));
+            secret.metadata.labels = Some(label.into_iter().collect());
+            assert_eq!(
+                linked_error(&secret).await,
+                "it does not have the label multicluster.linkerd.io/cluster-name=east",
+                "{labelled:?}"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn a_secret_without_an_annotation_of_the_cluster_is_refused_with_its_name() {
+        for key in [annotation::TRUST_DOMAIN, annotation::CLUSTER_DOMAIN] {
+            let expected = format!("it has no annotation {key}");
+            let mut secret = linked_secret();
+            secret.annotations_mut().insert(key.to_owned(), String::new());
+            assert_eq!(linked_error(&secret).await, expected, "an empty value");
+            secret.annotations_mut().remove(key);
+            assert_eq!(linked_error(&secret).await, expected);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_linked_secret_without_a_kubeconfig_is_refused() {
+        let mut secret = linked_secret();
+        secret.data = None;
+        assert_eq!(linked_error(&secret).await, "it has no key kubeconfig");
     }
 }

@@ -340,7 +340,8 @@ impl Controller {
         }
     }
 
-    /// Compares the mirrors with the exported Services after each change, and at least once per refresh period.
+    /// Compares the mirrors with the exported Services after each change, and at least once per refresh period. While the other cluster
+    /// cannot be read, with those that were known last.
     async fn plan_link(
         &self,
         local: &LocalObjects,
@@ -357,15 +358,15 @@ impl Controller {
         let (mut addresses, mut alive) = (gateway.addresses.subscribe(), gateway.is_alive.subscribe());
         let (mut local_changes, mut remote_changes) = (local.watches.changes(), remote.watches.changes());
         loop {
-            let failure = remote.watches.failure().or_else(|| local.watches.failure());
-            let failure = failure.or_else(|| local.older_link_conflict(link));
-            // While a watch fails, some of the known objects can be outdated.
-            let is_readable = remote.is_listed() && local.is_listed() && failure.is_none();
+            let own_failure = local.watches.failure().or_else(|| local.older_link_conflict(link));
+            let can_write = remote.is_listed() && local.is_listed() && own_failure.is_none();
+            let failure = remote.watches.failure().or(own_failure);
+            let is_readable = can_write && failure.is_none();
             synced.0.set(is_readable.into());
             let mut retry_at = Instant::now() + self.config.refresh_period;
             let failures = [&remote.watches, &local.watches].map(Watches::next_failure_report_at);
             retry_at = failures.into_iter().flatten().fold(retry_at, Instant::min);
-            if is_readable {
+            if can_write {
                 let local_cluster = local.cluster();
                 if let Some(name) = &probe_service {
                     let service = local_cluster.services.get(name);
@@ -374,36 +375,27 @@ impl Controller {
                 }
                 let exporting = remote.cluster();
                 let known_addresses = addresses.borrow().clone();
-                let inputs = Inputs {
-                    exporter: Exporter::Linked(Linked {
-                        link,
-                        gateway: GatewayState {
-                            addresses: known_addresses.as_deref(),
-                            is_alive: *alive.borrow(),
-                        },
-                        probe_service: probe_service.as_ref(),
-                    }),
-                    federated_selector: &link.federated_selector,
-                    excluded_labels: &link.excluded_labels,
-                    excluded_annotations: &link.excluded_annotations,
-                    exporting: &exporting,
-                    local: &local_cluster,
-                    may_create_namespaces: self.config.may_create_namespaces,
-                    mirrors_pods: self.config.mirrors_pods,
-                    source_versions: &state.writes.source_versions,
+                let gateway = GatewayState {
+                    addresses: known_addresses.as_deref(),
+                    is_alive: *alive.borrow(),
                 };
+                let linked = Linked {
+                    link,
+                    gateway,
+                    probe_service: probe_service.as_ref(),
+                };
+                let inputs = self.inputs(linked, &exporting, &local_cluster, &state.writes.source_versions);
                 let planned = plan(&inputs);
                 repairs.inc();
-                state.rejections.record(&remote.events, &planned, &exporting);
-                retry_at = retry_at.min(
-                    self.writer
-                        .execute(&link.cluster, &planned, &mut state.writes)
-                        .await
-                        .unwrap_or(retry_at),
-                );
-                let status = link_status(planned, &state);
-                let next = self.write_status(local, link, &status, &mut state).await;
-                retry_at = retry_at.min(next.unwrap_or(retry_at));
+                let executed = self.writer.execute(&link.cluster, &planned, &mut state.writes);
+                retry_at = retry_at.min(executed.await.unwrap_or(retry_at));
+                // While a watch fails, mirrors follow the gateway, but what is known of the Services of the other cluster can be outdated.
+                if is_readable {
+                    state.rejections.record(&remote.events, &planned, &exporting);
+                    let status = link_status(planned, &state);
+                    let next = self.write_status(local, link, &status, &mut state).await;
+                    retry_at = retry_at.min(next.unwrap_or(retry_at));
+                }
             }
             if failure.is_some() && failure != state.reported_cause {
                 let cause = failure.as_deref().unwrap_or_default();
@@ -420,6 +412,28 @@ impl Controller {
             }
             // Changes that follow each other closely are planned together.
             sleep(PLAN_DELAY).await;
+        }
+    }
+
+    /// The inputs of the plan for the Services of a linked cluster.
+    fn inputs<'a>(
+        &'a self,
+        linked: Linked<'a>,
+        exporting: &'a ExportingCluster,
+        local: &'a LocalCluster,
+        source_versions: &'a HashMap<NamespacedName, String>,
+    ) -> Inputs<'a> {
+        let link = linked.link;
+        Inputs {
+            exporter: Exporter::Linked(linked),
+            federated_selector: &link.federated_selector,
+            excluded_labels: &link.excluded_labels,
+            excluded_annotations: &link.excluded_annotations,
+            exporting,
+            local,
+            may_create_namespaces: self.config.may_create_namespaces,
+            mirrors_pods: self.config.mirrors_pods,
+            source_versions,
         }
     }
 

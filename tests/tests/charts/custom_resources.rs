@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use tulle_control::resources::{self, Kind, Object};
-use tulle_tests::charts::install_custom_resources;
+use tulle_tests::charts::{Helm, install_custom_resources};
 use tulle_tests::cluster::ApiServer;
 
 /// Starts an API server with the definitions of the charts.
@@ -353,6 +353,97 @@ async fn invalid_specs_are_refused_with_the_invalid_field() {
     let too_many = "must have at most 16 items";
     check("policy.linkerd.io/v1beta3", "HTTPRoute", &names, too_many).await;
     check("gateway.networking.k8s.io/v1", "HTTPRoute", &names, "spec.hostnames").await;
+}
+
+/// Versions of Link, the oldest first.
+const LINK_VERSIONS: [&str; 3] = ["v1alpha1", "v1alpha2", "v1alpha3"];
+
+/// Starts an API server with the definition of Link, which is part of the multicluster extension.
+async fn start_with_links() -> ApiServer {
+    let server = ApiServer::start().await.unwrap();
+    let only_links = ["--show-only=templates/link.yaml"];
+    let definition = Helm::new()
+        .unwrap()
+        .template("tulle-multicluster", &only_links)
+        .unwrap();
+    fs::write(server.dir().join("link.yaml"), definition).unwrap();
+    let args = ["apply", "--server-side", "-f", "link.yaml"];
+    server.kubectl(&args).await.unwrap();
+    server.wait_for_custom_resources().await.unwrap();
+    server
+}
+
+#[tokio::test]
+async fn a_link_of_any_version_is_served_in_all_versions_and_stored_as_v1alpha3() {
+    let server = start_with_links().await;
+    let fields = "{targetClusterName: east, gatewayAddress: 192.0.2.1, selector: {matchLabels: {a: b}}, \
+                  remoteDiscoverySelector: {matchExpressions: [{key: a, operator: In, values: [b]}]}}";
+    for version in LINK_VERSIONS {
+        let api_version = format!("multicluster.linkerd.io/{version}");
+        let written = apply(&server, &api_version, "Link", fields).await.unwrap();
+        let name = written["metadata"]["name"].as_str().unwrap();
+        for served in LINK_VERSIONS {
+            let resource = format!("links.{served}.multicluster.linkerd.io");
+            let read = server.kubectl(&["get", &resource, name, "-o", "json"]).await.unwrap();
+            let read: Value = serde_json::from_str(&read).unwrap();
+            assert_eq!(read["apiVersion"], format!("multicluster.linkerd.io/{served}"));
+            assert_eq!(read["spec"], written["spec"], "{version} read as {served}");
+        }
+    }
+    let definition = ["get", "crd", "links.multicluster.linkerd.io", "-o", "json"];
+    let definition: Value = serde_json::from_str(&server.kubectl(&definition).await.unwrap()).unwrap();
+    assert_eq!(definition["status"]["storedVersions"], json!(["v1alpha3"]));
+}
+
+#[tokio::test]
+async fn a_probe_of_a_link_has_defaults_only_if_the_link_has_a_probe() {
+    let server = start_with_links().await;
+    let probe = |probe: Value| json!({"targetClusterName": "east", "probeSpec": probe});
+    let cases = [
+        ("{targetClusterName: east}", json!({"targetClusterName": "east"})),
+        (
+            "{targetClusterName: east, probeSpec: {}}",
+            probe(json!({"timeout": "30s", "failureThreshold": "3"})),
+        ),
+        (
+            "{targetClusterName: east, probeSpec: {path: /ready, port: '4191', period: 3s, timeout: 1s}}",
+            probe(json!({"path": "/ready", "port": "4191", "period": "3s", "timeout": "1s", "failureThreshold": "3"})),
+        ),
+    ];
+    for version in LINK_VERSIONS {
+        let api_version = format!("multicluster.linkerd.io/{version}");
+        for (spec, expected) in &cases {
+            let expected = [("/spec", expected.clone())];
+            assert_stored(&server, &api_version, "Link", spec, &expected).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_selector_of_a_link_without_operator_or_with_an_unknown_one_is_refused() {
+    let server = start_with_links().await;
+    for version in LINK_VERSIONS {
+        let api_version = format!("multicluster.linkerd.io/{version}");
+        for field in ["selector", "remoteDiscoverySelector", "federatedServiceSelector"] {
+            if (version, field) == ("v1alpha1", "federatedServiceSelector") {
+                continue;
+            }
+            let operator = format!("spec.{field}.matchExpressions[0].operator");
+            let cases = [
+                ("{key: a}", format!("{operator}: Required")),
+                (
+                    "{key: a, operator: Foo}",
+                    format!("{operator}: Unsupported value: \"Foo\""),
+                ),
+            ];
+            for (expression, expected) in cases {
+                let spec = format!("{{{field}: {{matchExpressions: [{expression}]}}}}");
+                let refusal = apply(&server, &api_version, "Link", &spec).await.unwrap_err();
+                let refusal = format!("{refusal:#}");
+                assert!(refusal.contains(&expected), "{version} {spec}: {refusal}");
+            }
+        }
+    }
 }
 
 /// The policies of the demo are written for a directory; an API server accepts the same files.

@@ -7,6 +7,7 @@ mod custom_resources;
 mod gateway_crds;
 mod install;
 mod monitoring;
+mod multicluster;
 mod objects;
 mod permissions;
 mod render;

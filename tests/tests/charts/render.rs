@@ -553,7 +553,7 @@ fn pod_monitors_have_the_configured_namespaces_and_labels() {
     let monitors = |values: &[&str]| {
         let mut monitors = render(&[&["--set=podMonitor.enabled=true"][..], values].concat()).unwrap();
         monitors.retain(|object| object["kind"] == "PodMonitor");
-        assert_eq!(monitors.len(), 3);
+        assert_eq!(monitors.len(), 2);
         monitors
     };
     let namespace_selector = |values: &[&str]| {
@@ -575,11 +575,7 @@ fn pod_monitors_have_the_configured_namespaces_and_labels() {
         "--set=podMonitor.labels.release=prometheus,podMonitor.labels.team=ours,commonLabels.team=all",
         "--set=podMonitor.controller.honorTimestamps=true,podMonitor.proxy.honorTimestamps=null",
     ];
-    let expected = [
-        ("linkerd-controller", json!(true)),
-        ("linkerd-multicluster-controller", json!(false)),
-        ("linkerd-proxy", Value::Null),
-    ];
+    let expected = [("linkerd-controller", json!(true)), ("linkerd-proxy", Value::Null)];
     let monitors = monitors(&values);
     for (name, honours) in expected {
         let monitor = find(&monitors, "PodMonitor", name);

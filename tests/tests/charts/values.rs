@@ -1,4 +1,4 @@
-//! The values of Linkerd's chart: all are accepted, and the ones without effect are listed after an installation.
+//! The values of Linkerd's charts: which are accepted, which defaults differ, and which are named as without effect.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -27,17 +27,47 @@ fn every_value_of_linkerds_chart_is_accepted() {
 }
 
 #[test]
+fn every_value_of_linkerds_multicluster_chart_is_accepted_or_refused_with_the_reason() {
+    let helm = Helm::new().unwrap();
+    let render = |values: &Values| {
+        let dir = tempfile::tempdir().unwrap();
+        helm.template("tulle-multicluster", &[write(&dir, values).as_str()])
+    };
+    let refused = |path: &str| path == "createNamespaceMetadataJob" || path.starts_with("namespaceMetadata.");
+    let documents = linkerd_multicluster_values();
+    for (name, values) in [("defaults", &documents[0]), ("values without a default", &documents[1])] {
+        let mut values = values.clone();
+        values.retain(|path, _| !refused(path));
+        render(&values).unwrap_or_else(|err| panic!("{name}: {err:#}"));
+    }
+    for (path, value) in documents[0].iter().filter(|(path, _)| refused(path)) {
+        let refusal = render(&Values::from([(path.clone(), value.clone())])).unwrap_err();
+        let refusal = refusal.to_string();
+        // This is not the refusal of the schema, which has the value.
+        let expected = "createNamespaceMetadataJob and namespaceMetadata are not supported: remove them";
+        assert!(refusal.contains(expected), "{path}: {refusal}");
+    }
+}
+
+#[test]
 fn defaults_are_those_of_linkerd_except_documented_ones() {
-    let values = fs::read_to_string(format!("{}/values.yaml", chart_path("tulle-control-plane"))).unwrap();
+    let [control_plane, _] = linkerd_values();
+    check_defaults("tulle-control-plane", &control_plane, &DIFFERENT_DEFAULTS);
+    let [multicluster, _] = linkerd_multicluster_values();
+    check_defaults("tulle-multicluster", &multicluster, &DIFFERENT_MULTICLUSTER_DEFAULTS);
+}
+
+/// Checks that the defaults of a chart are these, except the different ones.
+fn check_defaults(chart: &str, linkerd_defaults: &Values, different: &[&str]) {
+    let values = fs::read_to_string(format!("{}/values.yaml", chart_path(chart))).unwrap();
     let values: Value = serde_yaml_ng::from_str(&values).unwrap();
-    let [linkerd_defaults, _] = linkerd_values();
     for (path, linkerd_default) in linkerd_defaults {
         let default = path.split('.').fold(&values, |within, name| &within[name]);
-        let differs = default != &linkerd_default && !(is_empty(default) && is_empty(&linkerd_default));
+        let differs = default != linkerd_default && !(is_empty(default) && is_empty(linkerd_default));
         assert_eq!(
             differs,
-            DIFFERENT_DEFAULTS.contains(&path.as_str()),
-            "{path}: {default}, in Linkerd {linkerd_default}"
+            different.contains(&path.as_str()),
+            "{chart}: {path}: {default}, in Linkerd {linkerd_default}"
         );
     }
 }
@@ -110,8 +140,18 @@ fn documented_as_unused(text: &str) -> Vec<String> {
     found
 }
 
+/// The values of Linkerd's chart for the control plane: those with a default, and others.
 fn linkerd_values() -> [Values; 2] {
-    let documents = serde_yaml_ng::Deserializer::from_str(include_str!("linkerd_values.yaml"));
+    parse(include_str!("linkerd_values.yaml"))
+}
+
+/// The values of Linkerd's chart for the multicluster extension: those with a default, and others.
+fn linkerd_multicluster_values() -> [Values; 2] {
+    parse(include_str!("linkerd_multicluster_values.yaml"))
+}
+
+fn parse(text: &str) -> [Values; 2] {
+    let documents = serde_yaml_ng::Deserializer::from_str(text);
     let values: Vec<Values> = documents
         .map(|document| Values::deserialize(document).unwrap())
         .collect();
@@ -171,8 +211,22 @@ const DIFFERENT_DEFAULTS: [&str; 13] = [
     "proxy.opaquePorts",
 ];
 
+/// Defaults of the chart for the multicluster extension that differ from Linkerd's.
+const DIFFERENT_MULTICLUSTER_DEFAULTS: [&str; 8] = [
+    "controllerDefaults.image.name",
+    "localServiceMirror.image.name",
+    // That of the control plane, which Helm reads in the cluster.
+    "identityTrustDomain",
+    // No image sets the labels of the namespace.
+    "createNamespaceMetadataJob",
+    "namespaceMetadata.image.name",
+    "namespaceMetadata.image.pullPolicy",
+    "namespaceMetadata.image.registry",
+    "namespaceMetadata.image.tag",
+];
+
 /// Every value without effect, and an example of a setting of it.
-const UNUSED: [(&str, &str); 35] = [
+const UNUSED: [(&str, &str); 36] = [
     ("configs", "{global: a}"),
     ("controller.tracing", "{enabled: true}"),
     ("controllerResources", "{cpu: {request: 100m}}"),
@@ -187,6 +241,7 @@ const UNUSED: [(&str, &str); 35] = [
     ("image", "{version: a}"),
     ("networkValidator.enableSecurityContext", "false"),
     ("partials", "{a: b}"),
+    ("podMonitor.serviceMirror", "{enabled: false}"),
     ("policyController.livenessProbe", "{timeoutSeconds: 2}"),
     ("policyController.readinessProbe", "{timeoutSeconds: 2}"),
     ("policyController.resources", "{cpu: {request: 100m}}"),

@@ -397,6 +397,34 @@ async fn exported_services_are_mirrored_while_their_cluster_can_be_read_and_kept
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn mirrors_are_repaired_while_the_api_server_of_their_cluster_is_away() {
+    let (west, east) = tokio::join!(cluster(&["east"]), cluster(&[]));
+    let access = remote_access(&east).await;
+    apply(&east, &service("web", &json!({"mirror.linkerd.io/exported": "true"}))).await;
+    apply(&east, &endpoints("web", &json!([{"ip": "10.1.0.1"}]))).await;
+    apply(&west, &link("east")).await;
+    put_credentials(&west, "east", &access).await;
+    let mirror = Mirror::start_for_link(&west, "east").await;
+    wait_for_condition(&west, "east", "mirrorServices", ("web", "True", "")).await;
+    wait_for_addresses(&west, "web-east", 1).await;
+
+    drop(east);
+    eventually("the failure is reported", async || {
+        (mirror.metric(SYNCED)? == 0.0).then_some(())
+    })
+    .await;
+    wait_for_condition(&west, "east", "mirrorServices", ("web", "Unknown", "")).await;
+    let all = Api::<Endpoints>::namespaced(west.client(), "shop");
+    let emptied = Patch::Merge(json!({"subsets": null}));
+    all.patch("web-east", &PatchParams::default(), &emptied).await.unwrap();
+    wait_for_addresses(&west, "web-east", 1).await;
+    // The repair did not change the status.
+    wait_for_condition(&west, "east", "mirrorServices", ("web", "Unknown", "")).await;
+    assert_eq!(mirror.metric(SYNCED), Some(0.0));
+    mirror.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn services_of_several_clusters_join_and_leave_a_federated_service() {
     // Both Links refer to one cluster.
     let (west, other) = tokio::join!(cluster(&["east", "north"]), cluster(&[]));

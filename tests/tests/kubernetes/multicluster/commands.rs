@@ -15,6 +15,16 @@ pub(super) async fn put_configuration(server: &ApiServer, domain: &str, anchor: 
     apply(server, &manifest).await;
 }
 
+/// The trust anchors that the identity service uses.
+async fn put_trust_roots(server: &ApiServer, anchor: &str) {
+    let manifest = json!({
+        "apiVersion": "v1", "kind": "ConfigMap",
+        "metadata": {"name": "linkerd-identity-trust-roots", "namespace": "linkerd"},
+        "data": {"ca-bundle.crt": anchor},
+    });
+    apply(server, &manifest).await;
+}
+
 /// Installs the extension in both clusters, each after its configuration. No control plane runs in them, so `install` is refused
 /// without `--ignore-cluster`.
 async fn install(west: &ApiServer, east: &ApiServer) {
@@ -169,6 +179,14 @@ async fn check(west: &ApiServer, east: &ApiServer) {
         &checked.out,
         &["× clusters share trust anchors", "east: no trust anchor in common"],
     );
+    // The anchors in use are others than those of the configuration, which has none with `identity.externalCA`.
+    put_configuration(west, "west.test", "").await;
+    let anchor = new_anchor();
+    for server in [west, east] {
+        put_trust_roots(server, &anchor).await;
+    }
+    let checked = tulle(west, "mc check --wait 0").await;
+    assert_contains(&checked.out, &["√ clusters share trust anchors"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
