@@ -14,9 +14,8 @@ pub(super) async fn a_gateway_with_node_ports_is_used(linked: &LinkedClusters) {
     let pause = Image::Pause.reference();
     let install = format!("multicluster install --gateway-service-type NodePort --set gateway.pauseImage={pause}");
     east.apply(&tulle(east, &install).await.unwrap()).await.unwrap();
-    let address = "get nodes -o jsonpath={.items[0].status.addresses[?(@.type=='InternalIP')].address}";
-    let address = east.kubectl(address).await.unwrap();
-    linked.link_by_addresses(&address).await.unwrap();
+    let addr = east.cluster.nodes()[0].addr().to_string();
+    linked.link_by_addresses(&addr).await.unwrap();
     let port = west
         .kubectl("get link -n linkerd-multicluster east -o jsonpath={.spec.gatewayPort}")
         .await
