@@ -85,11 +85,8 @@ pub(super) async fn run_worker(mut context: ThreadContext, mut client: Client) -
             ScheduledRequest::At(offset) => context.start + offset,
         };
         if due > Instant::now() {
-            tokio::select! {
-                biased;
-                waited = timer.sleep_until(due) => waited?,
-                // A request that is not due before the end is not part of the run.
-                _ = context.stopped_at.wait_for(Option::is_some) => return Ok(()),
+            if !wait_until_due(&timer, due, &mut context.stopped_at).await? {
+                return Ok(());
             }
         } else if context
             .stopped_at
@@ -121,4 +118,36 @@ pub(super) async fn run_worker(mut context: ThreadContext, mut client: Client) -
     Ok(())
 }
 
+/// Waits until `due`. Returns false if the run was stopped before, so that the request is not part of it.
+///
+/// On a busy machine, the timer may fire after the run was stopped, although the request was due before that.
+async fn wait_until_due(
+    timer: &Timer,
+    due: Instant,
+    stopped_at: &mut watch::Receiver<Option<Instant>>,
+) -> io::Result<bool> {
+    tokio::select! {
+        biased;
+        waited = timer.sleep_until(due) => waited.map(|()| true),
+        // The sender may only be gone after the run.
+        stopped = stopped_at.wait_for(Option::is_some) => Ok(stopped.is_ok_and(|at| at.is_some_and(|at| due < at))),
+    }
+}
+
 const CONNECT_ERROR_BACKOFF: Duration = Duration::from_millis(10);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_request_that_was_due_before_the_run_stopped_is_sent_although_its_timer_is_late() {
+        let timer = Timer::new().unwrap();
+        let due = Instant::now() + Duration::from_secs(3600);
+        for (stopped_at, expected) in [(due + Duration::from_nanos(1), true), (due, false)] {
+            let (_tx, mut stopped_rx) = watch::channel(Some(stopped_at));
+            let part_of_run = wait_until_due(&timer, due, &mut stopped_rx).await.unwrap();
+            assert_eq!(part_of_run, expected);
+        }
+    }
+}
