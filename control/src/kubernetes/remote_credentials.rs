@@ -172,7 +172,8 @@ fn jwt_expiry(token: &str) -> Option<u64> {
 
 /// How long before the expiry of a token a warning is logged.
 pub(crate) const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86_400);
-const KUBECONFIG_KEY: &str = "kubeconfig";
+/// The key of the kubeconfig in the Secret.
+pub(crate) const KUBECONFIG_KEY: &str = "kubeconfig";
 const MAX_KUBECONFIG_BYTES: usize = 1 << 20;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 

@@ -14,17 +14,17 @@ use crate::resources::labels::Selector;
 
 /// A valid Link.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Link {
+pub(crate) struct Link {
     pub(super) name: String,
     /// The name of the other cluster: the suffix of its mirrors, and the value of their label.
-    pub(super) cluster: String,
+    pub(crate) cluster: String,
     /// The DNS domain of the other cluster.
-    pub(super) domain: String,
+    pub(crate) domain: String,
     /// The name of the Secret with the kubeconfig.
-    pub(super) credentials_secret: String,
+    pub(crate) credentials_secret: String,
     /// `None` for clusters with one flat network.
-    pub(super) gateway: Option<Gateway>,
-    pub(super) probe: Option<ProbeSpec>,
+    pub(crate) gateway: Option<Gateway>,
+    pub(crate) probe: Option<ProbeSpec>,
     /// Services that are reached through the gateway.
     pub(super) gateway_selector: ExportSelector,
     /// Services whose pods are reached directly.
@@ -38,24 +38,24 @@ pub(super) struct Link {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Gateway {
+pub(crate) struct Gateway {
     /// IP addresses and DNS names.
-    pub(super) hosts: Vec<String>,
-    pub(super) port: u16,
+    pub(crate) hosts: Vec<String>,
+    pub(crate) port: u16,
     /// The TLS name that the certificate of the gateway must have. `None` means plaintext connections to the gateway.
     pub(super) identity: Option<String>,
 }
 
 /// Settings of the probes of a gateway.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct ProbeSpec {
-    pub(super) path: String,
+pub(crate) struct ProbeSpec {
+    pub(crate) path: String,
     /// The port of the gateway that answers probes.
-    pub(super) port: u16,
-    pub(super) period: Duration,
-    pub(super) timeout: Duration,
+    pub(crate) port: u16,
+    pub(crate) period: Duration,
+    pub(crate) timeout: Duration,
     /// Consecutive failures after which the gateway counts as unhealthy.
-    pub(super) failure_threshold: u32,
+    pub(crate) failure_threshold: u32,
 }
 
 /// A selector of exported Services. In contrast to selectors of Kubernetes, an absent or empty selector selects no Service.
@@ -69,7 +69,7 @@ pub(super) struct ExportSelector(Option<Selector>);
 pub(super) struct Exclusions(Vec<String>);
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum LinkError {
+pub(crate) enum LinkError {
     #[error("spec is invalid: {0}")]
     Spec(String),
     #[error("spec.{0} is empty")]
@@ -117,13 +117,13 @@ impl Link {
     }
 
     /// The name of the cluster in a Link whose other fields may be invalid.
-    pub(super) fn cluster_name(object: &DynamicObject) -> Option<&str> {
+    pub(crate) fn cluster_name(object: &DynamicObject) -> Option<&str> {
         object.data["spec"]["targetClusterName"].as_str()
     }
 
     /// # Errors
     /// Fails if a required field is empty, or a value is invalid.
-    pub(super) fn parse(object: &DynamicObject) -> Result<Self, LinkError> {
+    pub(crate) fn parse(object: &DynamicObject) -> Result<Self, LinkError> {
         let spec = object.data.get("spec").cloned().unwrap_or(Value::Null);
         let raw: RawSpec = match spec {
             Value::Null => RawSpec::default(),

@@ -25,6 +25,8 @@ use crate::kubernetes::lease::timing::LeaseTiming;
 use crate::kubernetes::lease::{self, Candidate};
 use crate::mirror::config::{Config, Scope};
 use crate::mirror::controller::Controller;
+#[cfg(any(test, fuzzing))]
+pub(crate) use crate::mirror::link::Link;
 
 /// The two tasks of the service mirror.
 pub struct ServiceMirror {

@@ -56,8 +56,8 @@ fn members(list: &str) -> impl Iterator<Item = Result<RemoteService, &str>> {
     })
 }
 
-/// Maximum number of members. The control plane watches the cluster of each of them.
-const MAX_MEMBERS: usize = 100;
+/// Maximum number of members of a Service in other clusters. The control plane watches the cluster of each of them.
+pub const MAX_MEMBERS: usize = 100;
 
 #[cfg(test)]
 mod tests {
@@ -126,5 +126,19 @@ mod tests {
         };
         assert_eq!(discovery(&service), Some(RemoteDiscovery::Federated(expected)));
         assert_eq!(invalid_members(&service.meta), ["@x", "web", "web@a@b", "web@"]);
+    }
+
+    #[test]
+    fn members_above_the_maximum_are_left_out_and_reported() {
+        let list = |n: usize| (0..n).map(|i| format!("web@c{i}")).collect::<Vec<_>>().join(",");
+        for (n, left_out) in [(100, &[][..]), (102, &["web@c100", "web@c101"])] {
+            let annotations = json!({"multicluster.linkerd.io/remote-discovery": list(n)});
+            let service = service(&json!({}), &annotations);
+            let discovery = discovery(&service).unwrap();
+            let members = discovery.remote_services();
+            assert_eq!(members.len(), 100, "{n} members");
+            assert_eq!(members[99], remote("web", "c99"), "{n} members");
+            assert_eq!(invalid_members(&service.meta), left_out, "{n} members");
+        }
     }
 }

@@ -14,7 +14,7 @@ use crate::resources::policy::authorization::{ServerAuthorization, ServerClient}
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::server::{AccessPolicy, Server, WorkloadSelector};
 use crate::resources::port_list::{PortList, ResolvedPorts};
-use crate::resources::remote_discovery;
+use crate::resources::remote_discovery::{self, MAX_MEMBERS};
 use crate::resources::route::{Parent, ParentKind, Route};
 use crate::resources::route_support;
 use crate::resources::service::{DeclaredProtocol, EndpointSlice, PortRef, Service, ServicePort};
@@ -175,7 +175,7 @@ fn check_service(service: &Service) -> Vec<UnservedPart> {
     let invalid = remote_discovery::invalid_members(&service.meta);
     let invalid = (!invalid.is_empty()).then(|| {
         format!(
-            "{} is not <service>@<cluster>, so it is not a member",
+            "{} is not <service>@<cluster>, or comes after {MAX_MEMBERS} others, so it is not a member",
             invalid.join(", ")
         )
     });

@@ -366,14 +366,82 @@ async fn decode_json(api: &ApiServer, kind: Kind, name: &str) -> Object {
         .await
         .unwrap();
     let mut object = resources::decode(kind, &mut serde_json::Deserializer::from_str(&json)).unwrap();
-    object.meta_mut().version = String::new();
-    if !matches!(kind, Kind::Pod | Kind::Node) {
-        object.meta_mut().labels = Labels::default();
+    let meta = object.meta_mut();
+    if kind != Kind::EndpointSlice {
+        meta.version = String::new();
+    }
+    if !has_labels(kind) {
+        meta.labels = Labels::default();
     }
     object
 }
 
-/// Objects of each kind that is read in protobuf.
+/// Whether the source keeps the labels of a kind that is read in protobuf.
+fn has_labels(kind: Kind) -> bool {
+    matches!(kind, Kind::EndpointSlice | Kind::Pod | Kind::Node)
+}
+
+/// EndpointSlices with all fields, set, empty or left out. This control plane manages the second one, and so keeps all of it.
+fn slices_read_in_protobuf() -> [Value; 3] {
+    [
+        json!({
+            "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+            "metadata": {
+                "name": "web-1", "namespace": "shop",
+                "labels": { "kubernetes.io/service-name": "web", "app": "web" },
+                "annotations": { "mirror.linkerd.io/remote-gateway-identity": "gw", "other.example/note": "x" },
+            },
+            "ports": [
+                { "name": "http", "port": 8080, "protocol": "TCP", "appProtocol": "http" },
+                { "name": "dns", "port": 53, "protocol": "UDP" },
+                { "name": "", "port": 9000 },
+                { "name": "all" },
+            ],
+            "endpoints": [
+                {
+                    "addresses": ["10.1.0.5"], "hostname": "web-0", "nodeName": "node-a", "zone": "east",
+                    "conditions": { "ready": true, "serving": true, "terminating": false },
+                    "hints": { "forZones": [{ "name": "east" }, { "name": "west" }], "forNodes": [{ "name": "node-a" }] },
+                    "targetRef": { "kind": "Pod", "namespace": "shop", "name": "web", "uid": "u" },
+                },
+                { "addresses": ["10.1.0.6", "10.1.0.7"], "zone": "", "hints": {} },
+                {
+                    "addresses": ["10.1.0.8"], "conditions": { "ready": false, "serving": true, "terminating": true },
+                    "targetRef": { "kind": "ExternalWorkload", "name": "vm" },
+                },
+                { "addresses": ["10.1.0.9"], "conditions": { "ready": false }, "targetRef": { "kind": "Node", "name": "a" } },
+            ],
+        }),
+        json!({
+            "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv6",
+            "metadata": {
+                "name": "web-vm", "generateName": "web-", "namespace": "shop", "finalizers": ["other.example/kept"],
+                "labels": { "endpointslice.kubernetes.io/managed-by": "linkerd-external-workloads-controller" },
+                "annotations": { "other.example/note": "x" },
+                "ownerReferences": [{
+                    "apiVersion": "v1", "kind": "Service", "name": "web", "uid": "u",
+                    "controller": true, "blockOwnerDeletion": false,
+                }],
+            },
+            "ports": [{ "name": "http", "port": 8080, "appProtocol": "kubernetes.io/h2c" }],
+            "endpoints": [{
+                "addresses": ["fd00::5", "fd00::6"], "conditions": { "ready": true },
+                "hints": { "forNodes": [{ "name": "node-a" }] },
+                "targetRef": {
+                    "apiVersion": "workload.linkerd.io/v1beta1", "kind": "ExternalWorkload", "namespace": "shop", "name": "vm",
+                    "uid": "u", "resourceVersion": "7", "fieldPath": "spec",
+                },
+            }],
+        }),
+        json!({
+            "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "FQDN",
+            "metadata": { "name": "names", "namespace": "shop" },
+            "endpoints": [{ "addresses": ["web.example.com"] }], "ports": [],
+        }),
+    ]
+}
+
+/// Objects of each other kind that is read in protobuf.
 fn objects_read_in_protobuf() -> [Value; 5] {
     [
         json!({
@@ -447,7 +515,7 @@ fn objects_read_in_protobuf() -> [Value; 5] {
 async fn objects_in_protobuf_equal_those_in_json() {
     let api = ApiServer::start().await.unwrap();
     api.create_namespace("shop").await.unwrap();
-    let objects = objects_read_in_protobuf();
+    let objects = [&objects_read_in_protobuf()[..], &slices_read_in_protobuf()].concat();
     for object in &objects {
         apply(&api, object).await;
     }
@@ -479,15 +547,14 @@ async fn objects_in_protobuf_equal_those_in_json() {
                 object["kind"].as_str().unwrap(),
                 object["metadata"]["name"].as_str().unwrap(),
             );
+            let known_kind = Kind::find(object["apiVersion"].as_str().unwrap(), kind).unwrap();
             if change == "watched" {
                 let label = format!("change={change}");
                 api.kubectl(&["label", "-n", "shop", kind, name, &label]).await.unwrap();
-                // The labels of other kinds are not kept.
-                if kind != "Pod" && kind != "Node" {
+                if !has_labels(known_kind) {
                     continue;
                 }
             }
-            let known_kind = Kind::find(object["apiVersion"].as_str().unwrap(), kind).unwrap();
             let expected = decode_json(&api, known_kind, name).await;
             let receiving = async {
                 while !applied.contains(&expected) {

@@ -101,6 +101,12 @@ mod tests {
             "/apis/discovery.k8s.io/v1/endpointslices?allowWatchBookmarks=true&resourceVersion=751&timeout=4m44s\
              &timeoutSeconds=284&watch=true"
         );
+        assert_eq!(
+            req.headers()[ACCEPT],
+            "application/vnd.kubernetes.protobuf,application/json"
+        );
+        let services = watched(Kind::Service, ObjectDetail::Full);
+        let req = services.list_request("v1", None).unwrap();
         assert_eq!(req.headers()[ACCEPT], "application/json");
         let req = watched(Kind::Node, ObjectDetail::Metadata)
             .list_request("v1", Some("a=/"))

@@ -194,7 +194,14 @@ impl StatusError {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
+    use serde_json::{Value, json};
+    use tulle_core::names::label;
+
     use super::*;
+    use crate::resources::Kind;
+    use crate::source::kubernetes::kinds::ObjectDetail;
 
     fn body(kind: &str, message: &impl Message) -> Bytes {
         let unknown = protobuf::Unknown {
@@ -234,6 +241,88 @@ mod tests {
         ];
         for body in others {
             assert!(ListPage::parse(&body).is_err(), "{body:?}");
+        }
+    }
+
+    /// The objects of `fuzz/corpus/api_server_response/slices`, which is a list as an API server encodes it. This control plane
+    /// manages the second slice, and so keeps all of it.
+    fn saved_slices() -> [Value; 3] {
+        let metadata = |name: &str, more: Value| {
+            let owner = json!({
+                "apiVersion": "v1", "kind": "Service", "name": "web", "uid": "0a1b2c3d-0000-4000-8000-000000000002",
+                "controller": true, "blockOwnerDeletion": true,
+            });
+            let mut metadata = json!({
+                "name": name, "namespace": "shop", "uid": "0a1b2c3d-0000-4000-8000-000000000001", "resourceVersion": "9",
+                "generation": 1, "creationTimestamp": "2025-11-24T16:00:00Z", "ownerReferences": [owner],
+            });
+            json_patch::merge(&mut metadata, &more);
+            metadata
+        };
+        let labels = |writer: &str| json!({"kubernetes.io/service-name": "web", (label::SLICE_MANAGED_BY): writer});
+        let ready = json!({"ready": true, "serving": true, "terminating": false});
+        [
+            json!({
+                "metadata": metadata("web-x7k2p", json!({
+                    "labels": labels("endpointslice-controller.k8s.io"),
+                    "annotations": {"endpoints.kubernetes.io/last-change-trigger-time": "2025-11-24T16:00:00Z"},
+                })),
+                "addressType": "IPv4",
+                "endpoints": [
+                    {
+                        "addresses": ["10.1.0.5"], "conditions": ready, "hostname": "web-0", "nodeName": "node-a", "zone": "east",
+                        "hints": {"forZones": [{"name": "east"}], "forNodes": [{"name": "node-a"}]},
+                        "targetRef": {
+                            "kind": "Pod", "namespace": "shop", "name": "web-0", "uid": "0a1b2c3d-0000-4000-8000-000000000003",
+                        },
+                    },
+                    {
+                        "addresses": ["10.1.0.6"], "conditions": {"ready": false, "serving": true, "terminating": true},
+                        "targetRef": {"kind": "Pod", "namespace": "shop", "name": "web-1"},
+                        "nodeName": "node-b", "zone": "we\u{fffd}st",
+                    },
+                    {"addresses": ["10.1.0.7"], "conditions": {}},
+                ],
+                "ports": [
+                    {"name": "http", "port": 8080, "protocol": "TCP", "appProtocol": "http"},
+                    {"name": "dns", "port": 53, "protocol": "UDP"},
+                    {"name": "", "protocol": "TCP"},
+                ],
+            }),
+            json!({
+                "metadata": metadata("linkerd-external-web-q2w3e", json!({
+                    "labels": labels("linkerd-external-workloads-controller"), "finalizers": ["other.example/kept"],
+                })),
+                "addressType": "IPv6",
+                "endpoints": [{
+                    "addresses": ["fd00::5"], "conditions": ready,
+                    "targetRef": {"kind": "ExternalWorkload", "namespace": "shop", "name": "vm", "fieldPath": "spec"},
+                }],
+                "ports": [{"name": "http", "port": 8080, "protocol": "TCP"}],
+            }),
+            json!({
+                "metadata": metadata("names", json!({
+                    "deletionTimestamp": "2025-11-24T16:00:01Z", "deletionGracePeriodSeconds": 30,
+                })),
+                "addressType": "FQDN", "endpoints": [{"addresses": ["web.example.com"], "conditions": {}}], "ports": null,
+            }),
+        ]
+    }
+
+    #[test]
+    fn slices_in_protobuf_equal_those_in_json() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../fuzz/corpus/api_server_response/slices");
+        let body = Bytes::from(fs::read(path).unwrap());
+        let page = ListPage::parse(&body).unwrap();
+        let expected = saved_slices();
+        assert_eq!(page.items.len(), expected.len());
+        for (item, json) in page.items.into_iter().zip(expected) {
+            let json = RawValue::from_string(json.to_string()).unwrap();
+            let [slice, expected] = [item, EncodedObject::Json(&json)].map(|object| {
+                let object = PartlyDecodedObject::parse(object).unwrap();
+                object.decode(Kind::EndpointSlice, ObjectDetail::Full).unwrap()
+            });
+            assert_eq!(slice, expected);
         }
     }
 
