@@ -27,6 +27,8 @@ pub struct UnionEndpoints {
     /// The member in this cluster comes first. The others follow in the order of [`RemoteDiscovery::remote_services`].
     pub members: Vec<MemberEndpoints>,
     pub preference: MemberPreference,
+    /// Whether no endpoints are known yet, because the objects of the cluster of a member are not listed.
+    pub is_pending: bool,
 }
 
 impl UnionEndpoints {
@@ -46,21 +48,26 @@ pub struct MemberEndpoints {
 /// A subscription to the endpoints of all members.
 pub struct UnionSubscription {
     receiver: UnionReceiver,
+    /// Whether a value was returned.
+    has_first: bool,
     _union: Arc<Union>,
 }
 
 type UnionReceiver = watch::Receiver<Option<Arc<PublishedValue<UnionEndpoints>>>>;
 
 impl UnionSubscription {
-    /// Waits for a value that has not been seen and returns the latest. The first value may wait for the objects of other clusters.
+    /// Waits for a value that has not been seen and returns the latest. The first value waits for the objects of other clusters if
+    /// no endpoints are known without them: a client replaces its endpoints by those of the first message.
     pub async fn changed(&mut self) -> Arc<PublishedValue<UnionEndpoints>> {
         loop {
             // An error would mean that the sender was dropped, but the task of the union keeps it while there are subscriptions.
             if self.receiver.changed().await.is_err() {
                 std::future::pending::<()>().await;
             }
-            if let Some(value) = &*self.receiver.borrow_and_update() {
-                return value.clone();
+            let value = self.receiver.borrow_and_update().clone();
+            if let Some(value) = value.filter(|value| self.has_first || !value.is_pending) {
+                self.has_first = true;
+                return value;
             }
         }
     }
@@ -103,6 +110,7 @@ impl Unions {
         receiver.mark_changed();
         UnionSubscription {
             receiver,
+            has_first: false,
             _union: union,
         }
     }
@@ -145,8 +153,7 @@ impl Merger {
             let is_first = sender.borrow().is_none();
             // After a reconnect, a client replaces its endpoints by those of the first message, so the first message must not omit
             // the endpoints of pending members too early.
-            let has_only_pending_members = merged.is_empty() && self.has_pending_member();
-            let must_wait = is_first && (deadline.is_some() || has_only_pending_members);
+            let must_wait = is_first && (deadline.is_some() || merged.is_pending);
             if !must_wait {
                 sender.send_if_modified(|sent| {
                     let is_changed = sent.as_deref().is_none_or(|sent| **sent != merged);
@@ -250,10 +257,13 @@ impl Merger {
                 union.add(service, Some(cluster.clone()), subscription.current());
             }
         }
-        UnionEndpoints {
+        let mut merged = UnionEndpoints {
             members: union.members,
             preference,
-        }
+            is_pending: false,
+        };
+        merged.is_pending = merged.is_empty() && self.has_pending_member();
+        merged
     }
 }
 

@@ -193,7 +193,19 @@ impl Shared {
             RemoteDiscovery::Federated(_) => None,
         };
         let mut union = self.unions.subscribe(key);
-        let Ok(first) = timeout(REMOTE_CLUSTER_TIMEOUT, union.changed()).await else {
+        let is_linked =
+            |service: &RemoteService| !matches!(self.remote_clusters.get(&service.cluster), RemoteCluster::Unlinked);
+        let first_state = async {
+            loop {
+                let first = union.changed().await;
+                // A mirror has no member if its cluster was not linked when the value was computed. If the cluster is linked now,
+                // another value follows.
+                if !first.members.is_empty() || !mirrored.is_some_and(is_linked) {
+                    break first;
+                }
+            }
+        };
+        let Ok(first) = timeout(REMOTE_CLUSTER_TIMEOUT, first_state).await else {
             let clusters: Vec<_> = discovery
                 .remote_services()
                 .iter()
@@ -206,7 +218,7 @@ impl Shared {
             return Err(Status::unavailable(message));
         };
         if let Some(RemoteService { cluster, .. }) = mirrored {
-            if let RemoteCluster::Unlinked = self.remote_clusters.get(cluster) {
+            if first.members.is_empty() {
                 return Err(Status::not_found(format!("Remote cluster not found: {cluster}")));
             }
             if let [member] = &first.members[..]

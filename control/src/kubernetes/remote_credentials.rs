@@ -170,8 +170,8 @@ fn jwt_expiry(token: &str) -> Option<u64> {
     serde_json::from_slice(&bytes).ok().map(|claims: Claims| claims.exp)
 }
 
-/// How long before the expiry of a token a warning is logged.
-pub(crate) const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86_400);
+/// How long before the expiry of a token a warning is logged, and printed by `tulle multicluster check`.
+pub const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86_400);
 /// The key of the kubeconfig in the Secret.
 pub(crate) const KUBECONFIG_KEY: &str = "kubeconfig";
 const MAX_KUBECONFIG_BYTES: usize = 1 << 20;

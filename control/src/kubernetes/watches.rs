@@ -78,6 +78,7 @@ impl Watches {
             prune,
         } = params;
         let kind_name = K::plural(&kind).into_owned();
+        self.shared.record_first_list(&kind_name, &self.cluster);
         let mut writer = Writer::new(kind);
         let store = writer.as_reader();
         let (shared, cluster, known) = (self.shared.clone(), self.cluster.clone(), store.clone());
@@ -131,7 +132,8 @@ impl Watches {
         self.shared.changes.subscribe()
     }
 
-    /// The cause of the failure of a watch, if it has failed for at least `MIN_FAILURE_TIME`. The last known objects stay.
+    /// The cause of the failure of a watch, if it has failed, or its first list has not ended, for at least `MIN_FAILURE_TIME`. The
+    /// last known objects stay.
     pub(crate) fn failure(&self) -> Option<String> {
         let failures = self.shared.failures.lock();
         let mut lasting = failures
@@ -149,6 +151,15 @@ impl Watches {
 }
 
 impl Shared {
+    /// Records a failure until the objects are listed: a list that never ends has no error.
+    fn record_first_list(&self, kind: &str, cluster: &str) {
+        let failure = Failure {
+            since: Instant::now(),
+            cause: format!("the first list of {kind} of the cluster {cluster} is not complete"),
+        };
+        self.failures.lock().insert(kind.to_owned(), failure);
+    }
+
     fn record_failure(&self, kind: &str, cause: String) {
         let mut failures = self.failures.lock();
         let known = failures.get(kind);
@@ -285,5 +296,6 @@ const RETRY_BACKOFF: Backoff = Backoff {
     jitter: 0.5,
 };
 const RELIST_INTERVAL: Duration = Duration::from_secs(600);
-/// Minimum time for which a watch must fail before the failure is reported. A watch often ends, and is started again.
+/// Minimum time for which a watch must fail before the failure is reported. A watch often ends, and is started again. Also the time
+/// after which a first list that has not ended is reported.
 const MIN_FAILURE_TIME: Duration = Duration::from_secs(5);

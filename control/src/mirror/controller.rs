@@ -17,12 +17,13 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{debug, info, warn};
 use tulle_core::error_chain::ErrorChain;
-use tulle_core::metrics::{Counter, Family, Gauge, Labels, Registry};
+use tulle_core::metrics::{Gauge, Labels, Registry};
 use tulle_core::names::label;
 
 use super::config::{Config, Scope};
-use super::gateway::{self, GatewayChannels, GatewayMetrics, ProbeTarget, cluster_label};
+use super::gateway::{self, GatewayChannels, ProbeTarget, cluster_label};
 use super::link::{ExportSelector, Link, LinkError};
+use super::metrics::{ClusterSeries, Metrics, ZeroOnDrop};
 use super::plan::federated::clusters_without_link;
 use super::plan::inputs::{
     Exporter, ExportingCluster, GatewayState, Inputs, LinkAge, Linked, LocalCluster, Plan, Rejection,
@@ -46,14 +47,6 @@ pub(super) struct Controller {
     registry: Registry,
     metrics: Metrics,
     writer: Writer,
-}
-
-struct Metrics {
-    gateway: GatewayMetrics,
-    synced: Family<Gauge>,
-    credentials_expiry: Family<Gauge>,
-    errors: Family<Counter>,
-    repairs: Family<Counter>,
 }
 
 /// The watched objects of this cluster.
@@ -93,15 +86,6 @@ enum StatusWrite {
     /// Another writer changed the Link.
     Conflict,
     Failed,
-}
-
-/// Sets a gauge to 0 when it is dropped, because its value is then unknown.
-struct ZeroOnDrop(Arc<Gauge>);
-
-impl Drop for ZeroOnDrop {
-    fn drop(&mut self) {
-        self.0.set(0);
-    }
 }
 
 impl Controller {
@@ -146,9 +130,15 @@ impl Controller {
         };
         let mut gateway = GatewayChannels::default();
         let (mut gateway_settings, mut has_reported_absence) = (None, false);
+        let mut series: Option<ClusterSeries> = None;
         loop {
             let mut changes = local.watches.changes();
-            let current = local.link(name);
+            let object = local.link_object(name);
+            let current = object.as_ref().map(|object| Link::parse(object));
+            let cluster = object.as_ref().map(|object| Link::metrics_cluster(object));
+            if series.as_ref().map(ClusterSeries::cluster) != cluster.as_deref() {
+                series = cluster.map(|cluster| ClusterSeries::new(&self.registry, cluster));
+            }
             match &current {
                 Some(Ok(link)) => {
                     for warning in &link.warnings {
@@ -399,7 +389,7 @@ impl Controller {
             }
             if failure.is_some() && failure != state.reported_cause {
                 let cause = failure.as_deref().unwrap_or_default();
-                let cause = format!("the mirrors stay as they are: {cause}");
+                let cause = format!("the mirrors keep their last known state: {cause}");
                 self.report_unreadable(local, &link.name, &cause).await;
             }
             state.reported_cause = failure;
@@ -515,11 +505,9 @@ impl Controller {
     async fn report_unreadable(&self, local: &LocalObjects, link: &str, cause: &(dyn std::fmt::Display + Sync)) {
         let cause = cause.to_string();
         warn!(link, "{cause}");
-        let cluster = local
-            .link(link)
-            .and_then(Result::ok)
-            .map_or_else(|| link.to_owned(), |link| link.cluster);
-        let labels = cluster_label(&cluster);
+        // A Link that was deleted meanwhile has neither a status nor metrics.
+        let Some(object) = local.link_object(link) else { return };
+        let labels = cluster_label(&Link::metrics_cluster(&object));
         self.metrics.synced.get(&labels).set(0);
         self.metrics.errors.get(&labels.with("reason", "Unreadable")).inc();
         for _ in 0..MAX_STATUS_ATTEMPTS {
@@ -555,27 +543,6 @@ impl Controller {
             .registry
             .gauge(&format!("{kind}_cache_size"), "Objects of this kind that are known.");
         family.get(&Labels::new().with("cluster", cluster))
-    }
-}
-
-impl Metrics {
-    fn new(registry: &Registry) -> Self {
-        Self {
-            gateway: GatewayMetrics::new(registry),
-            synced: registry.gauge(
-                "tulle_mirror_remote_synced",
-                "Whether the exported Services of a linked cluster are known and up to date.",
-            ),
-            credentials_expiry: registry.gauge(
-                "tulle_mirror_credentials_expiry_seconds",
-                "Seconds until the token for a linked cluster expires, updated every minute.",
-            ),
-            errors: registry.counter("tulle_mirror_errors_total", "Failures of mirroring, by reason."),
-            repairs: registry.counter(
-                "service_mirror_endpoint_repairs",
-                "Comparisons of all mirrors with the exported Services.",
-            ),
-        }
     }
 }
 

@@ -121,6 +121,12 @@ impl Link {
         object.data["spec"]["targetClusterName"].as_str()
     }
 
+    /// The name of the cluster in metrics. It is that of the Link if the Link does not name a cluster.
+    pub(super) fn metrics_cluster(object: &DynamicObject) -> String {
+        let cluster = Self::cluster_name(object).filter(|cluster| !cluster.is_empty());
+        cluster.map_or_else(|| object.name_any(), str::to_owned)
+    }
+
     /// # Errors
     /// Fails if a required field is empty, or a value is invalid.
     pub(crate) fn parse(object: &DynamicObject) -> Result<Self, LinkError> {

@@ -12,6 +12,7 @@ pub mod config;
 mod controller;
 mod gateway;
 mod link;
+mod metrics;
 mod plan;
 mod rejection_events;
 mod status;

@@ -48,7 +48,7 @@ pub(super) fn derive_endpoints<'a>(objects: impl Iterator<Item = &'a Object>) ->
         let slices = subsets
             .into_iter()
             .enumerate()
-            .map(|(index, subset)| build_slice(service, index, subset));
+            .map(|(index, subset)| build_slice(service, existing.map(|endpoints| &endpoints.meta), index, subset));
         derived.extend(slices.map(|slice| Object::EndpointSlice(Arc::new(slice))));
     }
     derived
@@ -75,11 +75,15 @@ fn build_endpoints(service: &Service, subsets: &[Subset]) -> Endpoints {
     }
 }
 
-fn build_slice(service: &Service, index: usize, subset: Subset) -> EndpointSlice {
+/// Builds a slice. As in Kubernetes, it has the labels and annotations of the Endpoints from which it is derived: those of a mirror
+/// name the Service in the other cluster and the identity of the gateway.
+fn build_slice(service: &Service, endpoints: Option<&Meta>, index: usize, subset: Subset) -> EndpointSlice {
     let name = &service.meta.name;
+    let labels = endpoints.into_iter().flat_map(|meta| meta.labels.iter());
     let meta = Meta {
         name: NamespacedName::new(name.namespace.clone(), format!("{}-derived-{index}", name.name)),
-        labels: [(label::SERVICE_NAME, &name.name)].into_iter().collect(),
+        labels: labels.chain([(label::SERVICE_NAME, &*name.name)]).collect(),
+        annotations: endpoints.map(|meta| meta.annotations.clone()).unwrap_or_default(),
         ..Meta::default()
     };
     EndpointSlice {

@@ -1,9 +1,12 @@
 //! Tables of the destination service for a directory of manifests: endpoints derived from workloads, and changes of objects.
 
+use tulle_control::resources::service::EndpointsSource;
+
 use crate::destination_rows::{
     CONTAINER, MESHED, PORTS, TOKEN_ON_NODE_A, V4, added_words, check, pod, profile_words, sliced,
 };
 use crate::harness::{eventually, mesh, next, update_summary};
+use crate::mirror_rows::{MIRROR, mirror};
 
 #[tokio::test]
 async fn endpoints_and_server_policies_agree_on_opaque_ports() {
@@ -198,6 +201,35 @@ async fn ports_and_readiness_from_a_directory_match_a_cluster() {
         "+10.1.0.1:9000",
     )
     .await;
+}
+
+/// Mirrors have Endpoints. In a cluster, a controller of Kubernetes derives slices from them.
+#[tokio::test]
+async fn slices_derived_from_the_endpoints_of_a_mirror_lead_to_its_gateway() {
+    let manifests = |identity: &str, service: &str, is_ready: bool| {
+        let annotations = format!(
+            "mirror.linkerd.io/remote-gateway-identity: {identity}, \
+             mirror.linkerd.io/remote-svc-fq-name: {service}.shop.svc.east.test"
+        );
+        mirror(EndpointsSource::Endpoints, &annotations, "203.0.113.9", is_ready)
+    };
+    let mesh = mesh(&manifests("gateway.a", "web", true)).await;
+    let mut stream = mesh.get(MIRROR).await.unwrap();
+    // A change of the identity or of the name sends the address again.
+    for (identity, service) in [("gateway.a", "web"), ("gateway.b", "web"), ("gateway.b", "api")] {
+        mesh.manifests.write("mesh.yaml", &manifests(identity, service, true));
+        let words = added_words(next(&mut stream).await);
+        let expected = format!(
+            "203.0.113.9:4143 h2 tls={identity} authority={service}.shop.svc.east.test:80 target_cluster=east \
+             target_service={service} target_service_namespace=shop"
+        );
+        check("a mirror", &words[0], &expected);
+    }
+    mesh.manifests.write("mesh.yaml", &manifests("gateway.b", "api", false));
+    assert_eq!(update_summary(&next(&mut stream).await), "-203.0.113.9:4143");
+    assert_eq!(update_summary(&next(&mut stream).await), "1");
+    mesh.manifests.write("mesh.yaml", &manifests("gateway.b", "api", true));
+    assert_eq!(update_summary(&next(&mut stream).await), "+203.0.113.9:4143");
 }
 
 #[tokio::test]

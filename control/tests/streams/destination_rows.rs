@@ -10,8 +10,8 @@ use tulle_proto::destination::{Update, WeightedAddr, update};
 
 use crate::harness::{Mesh, mesh, mesh_with, next, update_summary};
 
-/// Formats an endpoint as words: address, protocol hint, transport header, identity, values that differ from their defaults,
-/// labels.
+/// Formats an endpoint as words: address, protocol hint, transport header, identity, authority, values that differ from their
+/// defaults, labels.
 fn words(addr: &WeightedAddr) -> Vec<String> {
     let mut words = vec![std::net::SocketAddr::try_from(addr.addr.unwrap()).unwrap().to_string()];
     let hint = addr.protocol_hint;
@@ -27,6 +27,11 @@ fn words(addr: &WeightedAddr) -> Vec<String> {
             Strategy::UriLikeIdentity(uri) => format!("tls={}", uri.uri),
         });
     }
+    words.extend(
+        addr.authority_override
+            .iter()
+            .map(|to| format!("authority={}", to.authority_override)),
+    );
     if addr.weight != 10_000 {
         words.push(format!("weight={}", addr.weight));
     }
@@ -719,28 +724,4 @@ async fn an_address_is_resolved_to_its_pod_or_external_workload() {
         assert_eq!(status.code(), tonic::Code::FailedPrecondition, "{ambiguous}");
         assert!(status.message().contains("several"), "{status}");
     }
-}
-
-#[tokio::test]
-async fn mirror_addresses_lead_to_the_gateway_with_the_remote_service_name() {
-    let slice = format!("{V4}endpoints: [{{addresses: [203.0.113.9]}}]");
-    let yaml = sliced(PORTS, &slice).replace(
-        "labels: {kubernetes.io/service-name: web}}",
-        "labels: {kubernetes.io/service-name: web, mirror.linkerd.io/cluster-name: east}, annotations: {\
-         mirror.linkerd.io/remote-gateway-identity: gateway.linkerd-multicluster.serviceaccount.identity.linkerd.east, \
-         mirror.linkerd.io/remote-svc-fq-name: web.shop.svc.east.test}}",
-    );
-    let mesh = mesh(&yaml).await;
-    let update = next(&mut mesh.get("web.shop.svc.cluster.local:80").await.unwrap()).await;
-    let Some(update::Update::Add(set)) = &update.update else {
-        panic!("{update:?}")
-    };
-    let authority = set.addrs[0].authority_override.clone().unwrap();
-    assert_eq!(authority.authority_override, "web.shop.svc.east.test:80");
-    check(
-        "a mirror",
-        &words(&set.addrs[0]),
-        "203.0.113.9:8080 h2 tls=gateway.linkerd-multicluster.serviceaccount.identity.linkerd.east target_cluster=east \
-         target_service=web target_service_namespace=shop !transport",
-    );
 }

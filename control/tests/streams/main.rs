@@ -11,6 +11,7 @@ mod harness;
 mod inbound;
 mod inbound_rows;
 mod manifest_store;
+mod mirror_rows;
 mod outbound;
 mod outbound_rows;
 mod profile_changes;

@@ -1,7 +1,10 @@
 //! Responses of `Get` for Services whose endpoints are in other clusters.
 
+use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::time::{Instant, timeout};
 use tonic::{Code, Streaming};
 use tulle_control::cluster::Config;
@@ -15,7 +18,7 @@ use crate::harness::{Mesh, eventually, mesh, mesh_with, next, target, update_sum
 const WEB: &str = "web.shop.svc.cluster.local:80";
 
 /// Returns a Service without pods of its own.
-fn service(name: &str, metadata: &str) -> String {
+pub(crate) fn service(name: &str, metadata: &str) -> String {
     format!(
         "
 ---
@@ -33,12 +36,12 @@ fn mirror_of(cluster: &str, service: &str) -> String {
     )
 }
 
-fn federation(annotations: &str) -> String {
+pub(crate) fn federation(annotations: &str) -> String {
     format!("annotations: {{{annotations}}}")
 }
 
 /// Returns a Service whose pods listen on port 8080, and these pods, by address.
-fn exported(name: &str, ips: &[&str]) -> String {
+pub(crate) fn exported(name: &str, ips: &[&str]) -> String {
     let mut yaml = format!(
         "
 ---
@@ -79,7 +82,7 @@ status: {{podIP: {ip}}}
 }
 
 /// Another cluster with these objects, linked to `mesh`.
-async fn link(mesh: &Mesh, name: &str, yaml: &str) -> Mesh {
+pub(crate) async fn link(mesh: &Mesh, name: &str, yaml: &str) -> Mesh {
     let domain = format!("{name}.test");
     let config = Config::default().for_remote_cluster(name, &domain, &domain);
     let remote = mesh_with(yaml, config).await;
@@ -138,6 +141,32 @@ async fn a_mirror_has_the_endpoints_of_the_other_cluster() {
 }
 
 #[tokio::test]
+async fn a_mirror_has_the_external_workloads_of_the_other_cluster() {
+    let workload = "
+---
+apiVersion: workload.linkerd.io/v1beta1
+kind: ExternalWorkload
+metadata: {name: vm, namespace: shop, labels: {app: app}}
+spec:
+  meshTLS: {identity: 'spiffe://east.test/vm', serverName: vm.shop}
+  ports: [{port: 8080}]
+  workloadIPs: [{ip: 10.2.0.9}]
+status: {conditions: [{type: Ready, status: 'True'}]}
+";
+    let mesh = mesh(&service("web", &mirror_of("east", "app"))).await;
+    let _east = link(&mesh, "east", &(exported("app", &["10.2.0.1"]) + workload)).await;
+    let set = next_set(&mut mesh.get(WEB).await.unwrap()).await;
+    let [pod, vm] = &set.addrs[..] else { panic!("{set:?}") };
+    assert_eq!(pod.metric_labels["pod"], "app-10-2-0-1");
+    assert_eq!(vm.metric_labels["external_workload"], "vm");
+    let strategy = vm.tls_identity.as_ref().and_then(|tls| tls.strategy.as_ref());
+    assert!(
+        matches!(strategy, Some(Strategy::UriLikeIdentity(uri)) if uri.uri == "spiffe://east.test/vm"),
+        "{strategy:?}"
+    );
+}
+
+#[tokio::test]
 async fn a_mirror_without_a_service_or_a_cluster_is_refused_with_the_reason() {
     let yaml = service("unnamed", "labels: {multicluster.linkerd.io/remote-discovery: east}")
         + &service("web", &mirror_of("north", "app"))
@@ -186,6 +215,31 @@ async fn a_stream_waits_for_its_cluster_and_follows_it_when_it_is_linked_again()
     assert_eq!(next_summary(&mut stream).await, "0");
     let _third = link(&mesh, "east", &exported("app", &["10.2.0.3"])).await;
     assert_eq!(next_summary(&mut stream).await, "+10.2.0.3:8080");
+}
+
+#[tokio::test]
+async fn a_stream_that_begins_while_its_cluster_is_listed_waits_although_others_are_open() {
+    let mesh = mesh(&service("web", &mirror_of("east", "app"))).await;
+    let first = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
+    // All streams of one service share the endpoints of the other cluster.
+    let mut client = mesh.destination(destination::config::Config::default());
+    let mut open = with_timeout(client.get(target(WEB, ""))).await.unwrap().into_inner();
+    assert_eq!(next_summary(&mut open).await, "+10.2.0.1:8080");
+    set(&mesh, "east", RemoteCluster::Unlinked);
+    assert_eq!(next_summary(&mut open).await, "-10.2.0.1:8080");
+    assert_eq!(next_summary(&mut open).await, "0");
+    let refused = with_timeout(client.get(target(WEB, ""))).await.unwrap_err();
+    assert_eq!(refused.code(), Code::NotFound);
+    // A client that reconnects now must not replace its endpoints by none.
+    set(&mesh, "east", RemoteCluster::Pending { since: Instant::now() });
+    let opening = client.get(target(WEB, ""));
+    tokio::pin!(opening);
+    assert!(timeout(Duration::from_millis(100), &mut opening).await.is_err());
+    drop(first);
+    let _second = link(&mesh, "east", &exported("app", &["10.2.0.2"])).await;
+    let mut stream = with_timeout(opening).await.unwrap().into_inner();
+    assert_eq!(next_summary(&mut stream).await, "+10.2.0.2:8080");
+    assert_eq!(next_summary(&mut open).await, "+10.2.0.2:8080");
 }
 
 #[tokio::test]
@@ -312,6 +366,88 @@ async fn an_address_of_two_members_is_that_of_the_first() {
     );
     north.manifests.write("mesh.yaml", &exported("app", &["10.2.0.9"]));
     assert_eq!(next_summary(&mut stream).await, "+10.2.0.9:8080");
+}
+
+#[tokio::test]
+async fn an_address_of_the_local_member_is_local_with_a_warning_for_each_pair_of_clusters() {
+    let members = federation(
+        "multicluster.linkerd.io/local-discovery: app, multicluster.linkerd.io/remote-discovery: 'app@north,app@east'",
+    );
+    let with_local = |ips: &[&str]| {
+        let cluster_wide = exported("app", ips).replace("Policy: Local", "Policy: Cluster");
+        service("web", &members) + &cluster_wide
+    };
+    let warnings_of_changes = async || {
+        let log = Log::default();
+        let written = log.clone();
+        let subscriber = tracing_subscriber::fmt().with_writer(move || log.clone()).finish();
+        let guard = tracing::subscriber::set_default(subscriber);
+        let mesh = mesh(&with_local(&["10.2.0.1"])).await;
+        let _north = link(&mesh, "north", &exported("app", &["10.2.0.1", "10.2.0.2"])).await;
+        let _east = link(&mesh, "east", &exported("app", &["10.2.0.1", "10.2.0.2"])).await;
+        let mut stream = mesh.get(WEB).await.unwrap();
+        assert_eq!(addrs_by_cluster(&next_set(&mut stream).await), ["local", "north"]);
+        for _ in 0..2 {
+            mesh.manifests.write("mesh.yaml", &with_local(&[]));
+            assert_eq!(addrs_by_cluster(&next_set(&mut stream).await), ["north"]);
+            mesh.manifests.write("mesh.yaml", &with_local(&["10.2.0.1"]));
+            assert_eq!(addrs_by_cluster(&next_set(&mut stream).await), ["local"]);
+        }
+        drop(guard);
+        let text = String::from_utf8(written.0.lock().clone()).unwrap();
+        let warnings = text.lines().filter(|line| line.contains("pods with the same address"));
+        warnings.map(str::to_owned).collect::<Vec<_>>()
+    };
+    // The first call registers the tracing call sites. Otherwise a thread without a subscriber could have cached them as disabled.
+    warnings_of_changes().await;
+    let warnings = warnings_of_changes().await;
+    let pairs = [("north", "local"), ("east", "local"), ("east", "north")];
+    assert_eq!(warnings.len(), pairs.len(), "{warnings:#?}");
+    for (warning, (cluster, other)) in warnings.iter().zip(pairs) {
+        for name in [cluster, other] {
+            assert!(warning.contains(&format!("\"{name}\"")), "{name}: {warning}");
+        }
+    }
+}
+
+/// The clusters of the addresses in a message, in its order.
+fn addrs_by_cluster(set: &WeightedAddrSet) -> Vec<&str> {
+    let label = "target_cluster";
+    let of_set = set.metric_labels.get(label);
+    let clusters = set.addrs.iter().map(|addr| addr.metric_labels.get(label).or(of_set));
+    clusters.map(|name| name.map_or("local", String::as_str)).collect()
+}
+
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn a_deleted_federated_service_has_no_endpoints_until_it_is_created_again() {
+    let members =
+        federation("multicluster.linkerd.io/local-discovery: app, multicluster.linkerd.io/remote-discovery: app@east");
+    let member = exported("app", &["10.1.0.1"]).replace("Policy: Local", "Policy: Cluster");
+    let all = service("web", &members) + &member;
+    let mesh = mesh(&all).await;
+    let _east = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
+    let mut stream = mesh.get(WEB).await.unwrap();
+    assert_eq!(next_summary(&mut stream).await, "+10.1.0.1:8080,10.2.0.1:8080");
+    mesh.manifests.write("mesh.yaml", &member);
+    assert_eq!(next_summary(&mut stream).await, "-10.1.0.1:8080,10.2.0.1:8080");
+    assert_eq!(next_summary(&mut stream).await, "0");
+    assert_eq!(mesh.get(WEB).await.unwrap_err().code(), Code::NotFound);
+    mesh.manifests.write("mesh.yaml", &all);
+    assert_eq!(next_summary(&mut stream).await, "+10.1.0.1:8080,10.2.0.1:8080");
 }
 
 #[tokio::test]

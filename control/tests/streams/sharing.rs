@@ -6,6 +6,7 @@ use http_body_util::{BodyExt as _, Full};
 use prost::Message;
 use tonic::body::Body;
 use tower::Service;
+use tulle_control::cluster::remote_clusters::AllClusters;
 use tulle_control::tls::mesh_credentials::ClientCertificates;
 use tulle_control::{destination, policy};
 use tulle_proto::destination::{GetDestination, Update};
@@ -13,8 +14,9 @@ use tulle_proto::inbound::PortSpec;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec};
 
 use crate::harness::{Mesh, mesh, update_summary, with_timeout};
+use crate::remote_clusters::{exported, federation, link, service};
 
-const MANIFESTS: &str = "
+const WEB_MANIFESTS: &str = "
 apiVersion: v1
 kind: Service
 metadata: {name: web, namespace: shop}
@@ -25,14 +27,6 @@ kind: Pod
 metadata: {name: web-1, namespace: shop, labels: {app: web}}
 spec: {containers: []}
 status: {podIP: 10.1.0.1}
----
-apiVersion: v1
-kind: Node
-metadata: {name: near, labels: {topology.kubernetes.io/zone: east}}
----
-apiVersion: v1
-kind: Node
-metadata: {name: far, labels: {topology.kubernetes.io/zone: west}}
 ";
 
 const SECOND: &str = "
@@ -44,6 +38,17 @@ status: {podIP: 10.1.0.2}
 ";
 
 const WEB: &str = "web.shop.svc.cluster.local:80";
+
+const NODES: &str = "
+---
+apiVersion: v1
+kind: Node
+metadata: {name: near, labels: {topology.kubernetes.io/zone: east}}
+---
+apiVersion: v1
+kind: Node
+metadata: {name: far, labels: {topology.kubernetes.io/zone: west}}
+";
 
 /// Returns the response body of a stream.
 async fn open<S>(service: &mut S, method: &str, message: &impl Message) -> Body
@@ -71,6 +76,18 @@ fn update(bytes: &Bytes) -> String {
     update_summary(&Update::decode(&bytes[5..]).unwrap())
 }
 
+/// Splits the bytes of several messages into the updates.
+fn updates(mut bytes: &[u8]) -> Vec<String> {
+    let mut all = Vec::new();
+    while let Some((prefix, rest)) = bytes.split_first_chunk::<5>() {
+        let [_, length @ ..] = prefix;
+        let (message, rest) = rest.split_at(usize::try_from(u32::from_be_bytes(*length)).unwrap());
+        all.push(update_summary(&Update::decode(message).unwrap()));
+        bytes = rest;
+    }
+    all
+}
+
 fn get(path: &str, node: &str) -> GetDestination {
     GetDestination {
         path: path.to_owned(),
@@ -82,8 +99,12 @@ fn get(path: &str, node: &str) -> GetDestination {
 fn destination(
     mesh: &Mesh,
 ) -> impl Service<Request<Body>, Response = http::Response<Body>, Error = std::convert::Infallible> {
+    let clusters = AllClusters {
+        local: mesh.cluster.clone(),
+        remote: mesh.remote_clusters.clone(),
+    };
     destination::server(
-        mesh.cluster.clone(),
+        clusters,
         ClientCertificates::Optional,
         destination::config::Config::default(),
     )
@@ -91,7 +112,7 @@ fn destination(
 
 #[tokio::test]
 async fn clients_in_one_zone_share_every_message_and_others_do_not() {
-    let mesh = mesh(MANIFESTS).await;
+    let mesh = mesh(&(WEB_MANIFESTS.to_owned() + NODES)).await;
     let mut service = destination(&mesh);
     let mut streams = Vec::new();
     for node in ["near", "near", "far", "unknown"] {
@@ -117,7 +138,7 @@ async fn clients_in_one_zone_share_every_message_and_others_do_not() {
 
 #[tokio::test]
 async fn services_with_other_settings_do_not_share() {
-    let mesh = mesh(MANIFESTS).await;
+    let mesh = mesh(&(WEB_MANIFESTS.to_owned() + NODES)).await;
     let near = get(WEB, "near");
     let first = data(&mut open(&mut destination(&mesh), "Get", &near).await).await;
     let config = destination::config::Config {
@@ -133,7 +154,7 @@ async fn services_with_other_settings_do_not_share() {
 
 #[tokio::test]
 async fn profiles_and_policies_are_shared_by_all() {
-    let mesh = mesh(MANIFESTS).await;
+    let mesh = mesh(&(WEB_MANIFESTS.to_owned() + NODES)).await;
     let mut service = destination(&mesh);
     // A response is kept while it has a subscriber.
     let mut followed = open(&mut service, "GetProfile", &get(WEB, "near")).await;
@@ -162,3 +183,61 @@ async fn profiles_and_policies_are_shared_by_all() {
     let mut once = open(&mut outbound, "Get", &traffic).await;
     assert!(are_shared(&data(&mut followed).await, &data(&mut once).await));
 }
+
+/// A rollout of 1000 pods of another cluster, with 500 clients of a federated Service in two zones.
+#[tokio::test]
+async fn clients_of_a_federated_service_share_every_message_of_a_rollout() {
+    let pods = |step: usize| {
+        let ips = (step * N_REPLACED..step * N_REPLACED + N_PODS).map(|n| format!("10.2.{}.{}", n / 250, n % 250 + 1));
+        let ips: Vec<_> = ips.collect();
+        exported("app", &ips.iter().map(String::as_str).collect::<Vec<_>>())
+    };
+    let members = federation("multicluster.linkerd.io/remote-discovery: app@east");
+    let mesh = mesh(&(service("web", &members) + NODES)).await;
+    let east = link(&mesh, "east", &pods(0)).await;
+    let mut destination = destination(&mesh);
+    let mut streams = Vec::new();
+    for n in 0..N_CLIENTS {
+        let node = ["near", "far"][n % 2];
+        streams.push(open(&mut destination, "Get", &get(WEB, node)).await);
+    }
+    let n_computed = || {
+        let page = east.registry.render();
+        let series = "endpoints_updates{cluster=\"east\",namespace=\"shop\",service=\"app\",port=\"80\"";
+        page.lines()
+            .find_map(|line| line.strip_prefix(series)?.rsplit(' ').next()?.parse::<usize>().ok())
+    };
+    let n_before = n_computed().unwrap();
+    for step in 0..N_STEPS {
+        if step > 0 {
+            east.manifests.write("mesh.yaml", &pods(step));
+        }
+        let mut messages = Vec::new();
+        for stream in &mut streams {
+            messages.push(data(stream).await);
+        }
+        // One encoding for each zone.
+        let [near, far, ..] = &messages[..] else { unreachable!() };
+        assert!(!are_shared(near, far));
+        for (n, message) in messages.iter().enumerate() {
+            assert!(are_shared(message, [near, far][n % 2]), "client {n} in step {step}");
+        }
+        let sizes = |updates: &[String]| -> Vec<_> {
+            let size = |update: &String| (update.starts_with('+'), update.split(',').count());
+            updates.iter().map(size).collect()
+        };
+        let expected = match step {
+            0 => vec![(true, N_PODS)],
+            _ => vec![(true, N_REPLACED), (false, N_REPLACED)],
+        };
+        assert_eq!(sizes(&updates(near)), expected, "step {step}");
+        // Each step is computed once.
+        assert_eq!(n_computed(), Some(n_before + step));
+    }
+}
+
+const N_CLIENTS: usize = 500;
+const N_PODS: usize = 1000;
+/// Pods that each step of the rollout replaces.
+const N_REPLACED: usize = 50;
+const N_STEPS: usize = 4;

@@ -19,6 +19,7 @@ pub(super) trait AnyFamily: Send + Sync {
     /// Writes the `HELP` and `TYPE` lines.
     fn describe(&self, name: &str, out: &mut String);
     fn retire(&self, now: Instant, idle: Duration);
+    fn remove_series(&self, key: &str, value: &str);
     fn n_overflows(&self) -> u64;
     fn as_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync>;
 }
@@ -127,6 +128,10 @@ impl<M: Metric> AnyFamily for FamilyStore<M> {
             }
             is_in_use || now.saturating_duration_since(series.touched_at) < idle
         });
+    }
+
+    fn remove_series(&self, key: &str, value: &str) {
+        self.series.write().retain(|labels, _| !labels.has(key, value));
     }
 
     fn n_overflows(&self) -> u64 {

@@ -40,6 +40,11 @@ impl Labels {
         parse_labels(&self.text)
     }
 
+    /// Whether the label has this value.
+    pub(super) fn has(&self, key: &str, value: &str) -> bool {
+        self.pairs().iter().any(|(name, found)| name == key && found == value)
+    }
+
     fn comma(&mut self) {
         if !self.text.is_empty() {
             self.text.push(',');

@@ -1,7 +1,8 @@
 //! Metrics registry: atomic values, rendered in the Prometheus text format.
 //!
 //! A module registers its families once, takes a handle for each label set when a route or endpoint is built, and only adds
-//! to that handle during a request. [`Registry::retire`] drops series whose handles are dropped, after an idle time.
+//! to that handle during a request. [`Registry::retire`] drops series whose handles are dropped, after an idle time, and
+//! [`Registry::remove_series`] those of an object that has ended.
 
 mod family;
 mod labels;
@@ -144,6 +145,13 @@ impl Registry {
         let now = Instant::now();
         for family in self.shared.families.read().values() {
             family.retire(now, idle);
+        }
+    }
+
+    /// Drops all series with this label, also those with handles; what is added to such a handle later is lost.
+    pub fn remove_series(&self, key: &str, value: &str) {
+        for family in self.shared.families.read().values() {
+            family.remove_series(key, value);
         }
     }
 

@@ -116,6 +116,28 @@ async fn series_are_removed_after_their_handles_are_dropped_and_an_idle_time() {
 }
 
 #[test]
+fn the_series_with_a_label_are_removed_from_all_families() {
+    let registry = Registry::new();
+    let cluster = |name: &str| Labels::new().with("cluster", name);
+    let requests = registry.counter("a_total", "A.");
+    let held = requests.get(&cluster("east").with("code", 200));
+    requests.get(&cluster("west")).inc();
+    let sizes = registry.gauge("b", "B.");
+    sizes.get(&cluster("east")).set(1);
+    sizes.get(&Labels::new().with("other", "east")).set(1);
+
+    registry.remove_series("cluster", "east");
+    held.inc();
+    let page = registry.render();
+    assert!(!page.contains("cluster=\"east\""), "{page}");
+    for line in ["a_total{cluster=\"west\"} 1\n", "b{other=\"east\"} 1\n"] {
+        assert!(page.contains(line), "{line} is not in\n{page}");
+    }
+    let new = requests.get(&cluster("east").with("code", 200));
+    assert_eq!(new.get(), 0, "a new series does not continue the removed one");
+}
+
+#[test]
 fn a_full_family_keeps_counting_in_one_series() {
     let registry = Registry::new();
     let family = registry.counter("a_total", "A.");

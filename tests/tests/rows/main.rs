@@ -15,6 +15,8 @@ mod harness;
 #[path = "../../../control/tests/streams/inbound_rows.rs"]
 mod inbound_rows;
 mod manifest_store;
+#[path = "../../../control/tests/streams/mirror_rows.rs"]
+mod mirror_rows;
 #[path = "../../../control/tests/streams/outbound_rows.rs"]
 mod outbound_rows;
 #[path = "../../../control/tests/streams/profiles.rs"]

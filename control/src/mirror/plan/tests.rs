@@ -1,3 +1,5 @@
+mod members;
+
 use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::sync::Arc;
