@@ -8,8 +8,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, anyhow, ensure};
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Pod as KubernetesPod;
-use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
-use kube::{Api, ResourceExt as _};
+use kube::ResourceExt as _;
 use serde_json::Value;
 use tulle_control::cluster::views::inbound::{Key, WorkloadId};
 use tulle_control::cluster::{self, Cluster as State};
@@ -27,7 +26,7 @@ use tulle_core::metrics::Registry;
 use tulle_core::names::annotation;
 
 use crate::kubernetes::resource::{Kind as ResourceKind, ResourceRef};
-use crate::kubernetes::{self, Cluster, reason};
+use crate::kubernetes::{self, Cluster};
 use crate::{config, runtime, table};
 
 #[derive(clap::Args, Clone, Debug)]
@@ -122,27 +121,8 @@ fn parse_networks<'a>(list: impl Iterator<Item = &'a str>) -> anyhow::Result<Vec
 
 /// Lists the objects of a kind in one namespace or in all. Returns an empty list if the kind is not installed.
 async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow::Result<Vec<Event>> {
-    let info = kind.info();
-    let mut found = Vec::new();
-    // `versions` is ordered from new to old, so this uses the newest version that the cluster serves.
-    for version in info.versions {
-        let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(info.group, version, info.name));
-        let api: Api<DynamicObject> = match namespace {
-            Some(namespace) => Api::namespaced_with(cluster.client.clone(), namespace, &resource),
-            None => Api::all_with(cluster.client.clone(), &resource),
-        };
-        match cluster.list(&api, &ListParams::default()).await {
-            Err(kube::Error::Api(status)) if status.code == 404 => {}
-            listed => {
-                let scope = namespace.unwrap_or("all namespaces");
-                found =
-                    listed.map_err(|error| anyhow!("listing {} of {scope}: {}", resource.plural, reason(&error)))?;
-                break;
-            }
-        }
-    }
     let mut events = Vec::new();
-    for object in found {
+    for object in cluster.list_kind(namespace, kind).await? {
         let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
         let value = serde_json::to_value(&object).context("reading an object")?;
         match resources::decode(kind, &value) {
@@ -150,7 +130,7 @@ async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow:
             // A running policy service uses the last readable version of the object. This command has no earlier version, so it
             // shows the rows of a policy service that has just started.
             Err(error) => {
-                eprintln!("tulle: {} {namespace}/{name} cannot be read: {error}", info.name);
+                eprintln!("tulle: {} {namespace}/{name} cannot be read: {error}", kind.info().name);
                 let unreadable = Unreadable::from_value(kind, &value, &error.to_string());
                 events.extend(unreadable.map(|unreadable| Event::Unreadable(unreadable.into())));
             }

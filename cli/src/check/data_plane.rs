@@ -83,7 +83,7 @@ pub(super) fn meshed_pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
     Ok(pods)
 }
 
-fn is_terminated(pod: &Pod) -> bool {
+pub(crate) fn is_terminated(pod: &Pod) -> bool {
     let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
     matches!(phase, Some("Succeeded" | "Failed")) || pod.metadata.deletion_timestamp.is_some()
 }
@@ -95,7 +95,7 @@ fn has_proxy(pod: &Pod) -> bool {
 }
 
 /// The status of the proxy container, which can be a native sidecar or an ordinary container.
-fn proxy_status(pod: &Pod) -> Option<&ContainerStatus> {
+pub(crate) fn proxy_status(pod: &Pod) -> Option<&ContainerStatus> {
     let status = pod.status.as_ref()?;
     let mut containers = status
         .init_container_statuses

@@ -5,7 +5,7 @@
 
 mod category;
 mod control_plane;
-mod data_plane;
+pub(crate) mod data_plane;
 mod gather;
 mod platform;
 pub(crate) mod problem;

@@ -7,12 +7,13 @@ use std::fmt::Debug;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Context as _;
-use kube::api::ListParams;
+use anyhow::{Context as _, anyhow};
+use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Api, Client, Config};
 use serde::de::DeserializeOwned;
 use tulle_control::kubernetes::connect;
+use tulle_control::resources::Kind;
 use tulle_core::addr::Addr;
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::logging;
@@ -135,6 +136,32 @@ impl Cluster {
                 _ => return Ok(found),
             }
         }
+    }
+
+    /// Lists the objects of a kind in one namespace or in all, in the newest version that the cluster serves. Returns an empty list if
+    /// the kind is not installed.
+    ///
+    /// # Errors
+    /// Fails if they cannot be listed.
+    pub(crate) async fn list_kind(&self, namespace: Option<&str>, kind: Kind) -> anyhow::Result<Vec<DynamicObject>> {
+        let info = kind.info();
+        // `versions` is ordered from new to old.
+        for version in info.versions {
+            let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(info.group, version, info.name));
+            let api: Api<DynamicObject> = match namespace {
+                Some(namespace) => Api::namespaced_with(self.client.clone(), namespace, &resource),
+                None => Api::all_with(self.client.clone(), &resource),
+            };
+            match self.list(&api, &ListParams::default()).await {
+                Err(kube::Error::Api(status)) if status.code == 404 => {}
+                listed => {
+                    let scope = namespace.unwrap_or("all namespaces");
+                    return listed
+                        .map_err(|error| anyhow!("listing {} of {scope}: {}", resource.plural, reason(&error)));
+                }
+            }
+        }
+        Ok(Vec::new())
     }
 }
 

@@ -70,17 +70,26 @@ fn report(state: &MulticlusterState) -> CategoryReport {
             checks.push(CheckReport::new(LINK_CRD_EXISTS, Err(problem)));
         }
         Ok(links) if !links.is_empty() => {
-            let link_checks: [(&str, LinkCheck); 9] = [
+            let link_checks: [(&str, LinkCheck); 12] = [
                 (LINK_CRD_EXISTS, |_, _| Ok(())),
                 ("Link resources are valid", each_cluster_has_one_link),
                 ("Link and CLI versions match", versions_match),
                 ("remote cluster access credentials are valid", credentials_are_valid),
                 (
+                    "remote cluster access credentials do not expire soon",
+                    credentials_stay_valid,
+                ),
+                (
                     "the destination service has the credentials of linked clusters",
                     destination_has_credentials,
                 ),
                 ("clusters share trust anchors", clusters_share_anchors),
+                (
+                    "service mirror controller has required permissions",
+                    controllers_have_permissions,
+                ),
                 (CONTROLLERS_RUNNING, controllers_run),
+                ("extension is managing controllers", controllers_are_managed),
                 (GATEWAYS_REACHABLE, gateways_are_alive),
                 ("all mirror services have endpoints", mirrors_have_endpoints),
             ];
@@ -89,25 +98,27 @@ fn report(state: &MulticlusterState) -> CategoryReport {
         }
         Ok(_) => checks.push(CheckReport::new(LINK_CRD_EXISTS, Ok(()))),
     }
-    checks.push(CheckReport::new(
-        "all mirror services are part of a Link",
-        mirrors_belong_to_links(state),
-    ));
+    checks.extend([
+        CheckReport::new("all mirror services are part of a Link", mirrors_belong_to_links(state)),
+        CheckReport::new(
+            "routes of exported services have no mirror services as backends",
+            routes_have_no_mirrors(state),
+        ),
+        CheckReport::new(PROXIES_HEALTHY, proxies_are_ready(state)),
+    ]);
     CategoryReport {
         name: "linkerd-multicluster",
         checks,
     }
 }
 
-/// Whether a check failed that can succeed later.
+/// Whether a check found a problem that can end later.
 fn has_retryable_failure(report: &CategoryReport) -> bool {
-    let failed = report
+    let mut found = report
         .checks
         .iter()
-        .filter(|check| check.result == report::Outcome::Error);
-    failed
-        .into_iter()
-        .any(|check| [CONTROLLERS_RUNNING, GATEWAYS_REACHABLE].contains(&check.description))
+        .filter(|check| check.result != report::Outcome::Success);
+    found.any(|check| [CONTROLLERS_RUNNING, GATEWAYS_REACHABLE, PROXIES_HEALTHY].contains(&check.description))
 }
 
 fn extension_is_installed(state: &MulticlusterState) -> CheckResult {
@@ -173,6 +184,19 @@ fn credentials_are_valid(links: &[LinkState], _: &MulticlusterState) -> CheckRes
     )
 }
 
+fn credentials_stay_valid(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
+    let expiry = |link: &LinkState| {
+        let time = link.target.as_ref().ok()?.token_expiry.as_ref()?;
+        Some(format!("the token expires at {time}"))
+    };
+    fail_unless_empty(failure_lines(links, expiry), |lines| {
+        warning(
+            listing("credentials that expire within a week:", lines),
+            "tulle --context TARGET multicluster link-gen --cluster-name NAME --token-duration 90d | kubectl apply -f -",
+        )
+    })
+}
+
 fn destination_has_credentials(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
     fail_unless_empty(
         failure_lines(links, |link| link.discovery_secret.as_ref().err().cloned()),
@@ -215,6 +239,18 @@ fn clusters_share_anchors(links: &[LinkState], state: &MulticlusterState) -> Che
     })
 }
 
+fn controllers_have_permissions(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
+    fail_unless_empty(
+        failure_lines(links, |link| link.permissions.as_ref().err().cloned()),
+        |lines| {
+            error(
+                listing("controllers without their account or permissions:", lines),
+                "tulle multicluster install --set 'controllers[0].link.ref.name=NAME' | kubectl apply -f -",
+            )
+        },
+    )
+}
+
 fn controllers_run(links: &[LinkState], state: &MulticlusterState) -> CheckResult {
     let controllers = listed_objects("Deployments", &state.controllers)?;
     let lines = links.iter().filter_map(|link| {
@@ -237,6 +273,21 @@ fn controllers_run(links: &[LinkState], state: &MulticlusterState) -> CheckResul
             listing("Links without exactly one running controller:", lines),
             "add each Link to `controllers` of the chart, once: tulle multicluster install --set 'controllers[0].link.ref.name=NAME' | \
              kubectl apply -f -",
+        )
+    })
+}
+
+fn controllers_are_managed(links: &[LinkState], state: &MulticlusterState) -> CheckResult {
+    let controllers = listed_objects("Deployments", &state.controllers)?;
+    let legacy = controllers
+        .iter()
+        .filter(|controller| controller.is_legacy && links.iter().any(|link| link.name == controller.link_name));
+    let lines = legacy.map(|controller| format!("{}: Deployment {}", controller.link_name, controller.name));
+    fail_unless_empty(lines.collect(), |lines| {
+        warning(
+            listing("controllers that the deprecated command `link` created:", lines),
+            "add each Link to `controllers` of the chart, and then: tulle multicluster unlink --cluster-name NAME \
+             --only-controller | kubectl delete -f -",
         )
     })
 }
@@ -288,6 +339,38 @@ fn mirrors_belong_to_links(state: &MulticlusterState) -> CheckResult {
     })
 }
 
+/// Warns of routes by which requests from another cluster are sent on to another cluster. If that one has such a route, too, they
+/// loop.
+fn routes_have_no_mirrors(state: &MulticlusterState) -> CheckResult {
+    let lines = listed_or_unknown("routes of all namespaces", &state.routes_to_mirrors)?;
+    fail_unless_empty(lines.to_vec(), |lines| {
+        warning(
+            listing("routes that send requests of other clusters to another cluster:", lines),
+            "export a Service that has no such route, because requests that clusters send to each other end with status 508",
+        )
+    })
+}
+
+fn proxies_are_ready(state: &MulticlusterState) -> CheckResult {
+    let lines = listed_or_unknown("pods of the extension", &state.unready_proxies)?;
+    fail_unless_empty(lines.to_vec(), |lines| {
+        warning(
+            listing("pods without a proxy that is ready:", lines),
+            "tulle check --proxy -n linkerd-multicluster",
+        )
+    })
+}
+
+/// Returns the listed objects, or a warning if they could not be listed.
+fn listed_or_unknown<'a>(kinds: &str, found: &'a Result<Vec<String>, String>) -> Result<&'a [String], Problem> {
+    found.as_deref().map_err(|cause| {
+        warning(
+            format!("unknown: {cause}"),
+            format!("act as a user with permission to list {kinds} (--as USER, --context NAME)"),
+        )
+    })
+}
+
 /// Returns a line for each Link for which `failure` returns a text.
 fn failure_lines(links: &[LinkState], failure: impl Fn(&LinkState) -> Option<String>) -> Vec<String> {
     let lines = links
@@ -318,6 +401,7 @@ fn fail_unless_empty(lines: Vec<String>, problem: impl FnOnce(&[String]) -> Prob
 const EXTENSION_INSTALLED: &str = "multicluster extension is installed";
 const LINK_CRD_EXISTS: &str = "Link CRD exists";
 const CONTROLLERS_RUNNING: &str = "service mirror controllers are running";
+const PROXIES_HEALTHY: &str = "multicluster extension proxies are healthy";
 const GATEWAYS_REACHABLE: &str = "probe services able to communicate with all gateway mirrors";
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 
@@ -329,6 +413,8 @@ In the cluster that uses Services of others:
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
+
     use super::super::check_state::{Controller, MirrorService, Target};
     use super::super::gateways::Probes;
     use super::*;
@@ -341,8 +427,10 @@ mod tests {
             has_gateway: true,
             target: Ok(Target {
                 anchors: Ok(vec![vec![1]]),
+                token_expiry: None,
             }),
             discovery_secret: Ok(()),
+            permissions: Ok(()),
             gateway: Ok(()),
         }
     }
@@ -356,6 +444,7 @@ mod tests {
                 name: "controller-east".to_owned(),
                 link_name: "east".to_owned(),
                 available: 1,
+                is_legacy: false,
             }]),
             mirrors: Ok(vec![MirrorService {
                 namespace: "shop".to_owned(),
@@ -364,6 +453,8 @@ mod tests {
                 needs_endpoints: true,
                 has_endpoints: true,
             }]),
+            unready_proxies: Ok(Vec::new()),
+            routes_to_mirrors: Ok(Vec::new()),
         }
     }
 
@@ -385,83 +476,212 @@ mod tests {
         assert_eq!(problems(&unused), Vec::<String>::new());
     }
 
+    fn with_link(change: fn(&mut LinkState)) -> MulticlusterState {
+        let mut state = healthy();
+        state.links.as_mut().unwrap().iter_mut().for_each(change);
+        state
+    }
+
+    fn with_state(change: fn(&mut MulticlusterState)) -> MulticlusterState {
+        let mut state = healthy();
+        change(&mut state);
+        state
+    }
+
+    /// A state with one problem, the check that finds it, its result, and a part of its text.
+    type ProblemRow = (MulticlusterState, &'static str, report::Outcome, &'static str);
+
+    /// Checks that in each state, the named check alone has a problem, and that it is in the JSON of the report.
+    fn check_problems(rows: impl IntoIterator<Item = ProblemRow>) {
+        for (state, description, result, expected) in rows {
+            let report = report(&state);
+            let found: Vec<_> = report
+                .checks
+                .iter()
+                .filter(|check| check.result != report::Outcome::Success)
+                .collect();
+            let [check] = found[..] else {
+                panic!("{description}: {found:?}")
+            };
+            assert_eq!((check.description, check.result), (description, result));
+            let text = check.error.clone().unwrap();
+            assert!(text.contains(expected), "{expected} is not in {text:?}");
+
+            let n_checks = report.checks.len();
+            let position = report.checks.iter().position(|check| check.description == description);
+            let is_success = result == report::Outcome::Warning;
+            let json: Value = serde_json::from_str(&report::json(&[report]).unwrap()).unwrap();
+            // The exit code depends on it, too.
+            assert_eq!(json["success"], is_success, "{description}");
+            let category = &json["categories"][0];
+            assert_eq!(category["categoryName"], "linkerd-multicluster");
+            assert_eq!(category["checks"].as_array().unwrap().len(), n_checks);
+            let check = &category["checks"][position.unwrap()];
+            assert_eq!(check["description"], description);
+            assert_eq!(check["result"], if is_success { "warning" } else { "error" });
+            assert_eq!(check["error"], text);
+            assert!(check["hint"].as_str().is_some_and(|hint| !hint.is_empty()), "{check}");
+        }
+    }
+
     #[test]
-    fn each_problem_is_found_with_its_link() {
-        let with_link = |change: fn(&mut LinkState)| {
-            let mut state = healthy();
-            state.links.as_mut().unwrap().iter_mut().for_each(change);
-            state
-        };
-        let with_state = |change: fn(&mut MulticlusterState)| {
-            let mut state = healthy();
-            change(&mut state);
-            state
-        };
-        for (state, expected) in [
-            (
-                with_state(|state| state.namespace = Ok(None)),
-                "no namespace has the label",
-            ),
+    fn each_problem_of_a_link_is_found() {
+        check_problems([
             (
                 with_state(|state| {
-                    state.links.as_mut().unwrap().push(LinkState {
+                    let second = LinkState {
                         cluster: "east".to_owned(),
                         ..link("e2")
-                    })
+                    };
+                    state.links.as_mut().unwrap().push(second);
+                    let mut controller = healthy().controllers.unwrap().remove(0);
+                    controller.link_name = "e2".to_owned();
+                    state.controllers.as_mut().unwrap().push(controller);
                 }),
+                "Link resources are valid",
+                report::Outcome::Error,
                 "east: east, e2",
             ),
             (
                 with_link(|link| link.created_by = Some("tulle/cli 0.0.1".to_owned())),
+                "Link and CLI versions match",
+                report::Outcome::Warning,
                 "created by tulle/cli 0.0.1",
             ),
             (
                 with_link(|link| link.target = Err("it is away".to_owned())),
+                "remote cluster access credentials are valid",
+                report::Outcome::Error,
                 "east: it is away",
             ),
             (
+                with_link(|link| {
+                    let target = link.target.as_mut().unwrap();
+                    target.token_expiry = Some("2026-11-21T12:00:00Z".to_owned());
+                }),
+                "remote cluster access credentials do not expire soon",
+                report::Outcome::Warning,
+                "east: the token expires at 2026-11-21T12:00:00Z",
+            ),
+            (
                 with_link(|link| link.discovery_secret = Err("no label".to_owned())),
+                "the destination service has the credentials of linked clusters",
+                report::Outcome::Warning,
                 "east: no label",
             ),
             (
                 with_state(|state| state.anchors = Ok(vec![vec![9]])),
+                "clusters share trust anchors",
+                report::Outcome::Error,
                 "east: no trust anchor in common",
             ),
             (
+                with_link(|link| link.permissions = Err("there is no Role r".to_owned())),
+                "service mirror controller has required permissions",
+                report::Outcome::Error,
+                "east: there is no Role r",
+            ),
+            (
+                with_link(|link| link.gateway = Err("it does not respond".to_owned())),
+                GATEWAYS_REACHABLE,
+                report::Outcome::Error,
+                "east: it does not respond",
+            ),
+        ]);
+    }
+
+    #[test]
+    fn each_problem_of_the_extension_and_of_mirrors_is_found() {
+        check_problems([
+            (
+                with_state(|state| state.namespace = Ok(None)),
+                EXTENSION_INSTALLED,
+                report::Outcome::Error,
+                "no namespace has the label",
+            ),
+            (
                 with_state(|state| state.controllers = Ok(Vec::new())),
+                CONTROLLERS_RUNNING,
+                report::Outcome::Error,
                 "east: there is no controller",
             ),
             (
                 with_state(|state| state.controllers.as_mut().unwrap()[0].available = 0),
+                CONTROLLERS_RUNNING,
+                report::Outcome::Error,
                 "has no available pod",
             ),
             (
-                with_link(|link| link.gateway = Err("it does not respond".to_owned())),
-                "east: it does not respond",
-            ),
-            (
-                with_state(|state| state.controllers = Err("forbidden".to_owned())),
-                "listing Deployments: forbidden",
-            ),
-            (
-                with_state(|state| state.mirrors = Err("forbidden".to_owned())),
-                "listing Services and Endpoints: forbidden",
+                with_state(|state| state.controllers.as_mut().unwrap()[0].is_legacy = true),
+                "extension is managing controllers",
+                report::Outcome::Warning,
+                "east: Deployment controller-east",
             ),
             (
                 with_state(|state| state.mirrors.as_mut().unwrap()[0].has_endpoints = false),
+                "all mirror services have endpoints",
+                report::Outcome::Error,
                 "shop/web-east",
             ),
             (
                 with_state(|state| state.mirrors.as_mut().unwrap()[0].cluster = Some("gone".to_owned())),
+                "all mirror services are part of a Link",
+                report::Outcome::Warning,
                 "shop/web-east of gone",
             ),
+            (
+                with_state(|state| state.routes_to_mirrors = Ok(vec!["HTTPRoute shop/split".to_owned()])),
+                "routes of exported services have no mirror services as backends",
+                report::Outcome::Warning,
+                "HTTPRoute shop/split",
+            ),
+            (
+                with_state(|state| state.unready_proxies = Ok(vec!["linkerd-multicluster/gateway".to_owned()])),
+                PROXIES_HEALTHY,
+                report::Outcome::Warning,
+                "linkerd-multicluster/gateway",
+            ),
+        ]);
+    }
+
+    #[test]
+    fn what_cannot_be_listed_is_reported_with_the_cause() {
+        let state = with_state(|state| {
+            state.controllers = Err("controllers are forbidden".to_owned());
+            state.mirrors = Err("mirrors are forbidden".to_owned());
+            state.routes_to_mirrors = Err("routes are forbidden".to_owned());
+            state.unready_proxies = Err("pods are forbidden".to_owned());
+        });
+        let found = problems(&state).join("\n");
+        for expected in [
+            "listing Deployments: controllers are forbidden",
+            "listing Services and Endpoints: mirrors are forbidden",
+            "unknown: routes are forbidden",
+            "unknown: pods are forbidden",
         ] {
-            let found = problems(&state).join("\n");
             assert!(found.contains(expected), "{expected} is not in {found:?}");
         }
-        let mut state = healthy();
-        state.controllers = Ok(Vec::new());
-        assert!(has_retryable_failure(&report(&state)));
+        let absent = problems(&with_state(|state| {
+            state.links = Err("the kind is not installed".to_owned())
+        }));
+        assert_eq!(absent[0], "Links cannot be listed: the kind is not installed");
+    }
+
+    #[test]
+    fn problems_that_can_end_are_checked_again() {
+        for (state, expected) in [
+            (with_state(|state| state.controllers = Ok(Vec::new())), true),
+            (with_link(|link| link.gateway = Err("no".to_owned())), true),
+            (
+                with_state(|state| state.unready_proxies = Ok(vec!["gateway".to_owned()])),
+                true,
+            ),
+            (with_link(|link| link.target = Err("it is away".to_owned())), false),
+            (with_link(|link| link.created_by = None), false),
+        ] {
+            let found = has_retryable_failure(&report(&state));
+            assert_eq!(found, expected, "{:?}", problems(&state));
+        }
     }
 
     #[test]

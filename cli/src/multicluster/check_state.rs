@@ -1,23 +1,27 @@
 //! The input of the checks of Links: the state of this cluster and of the linked clusters.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, anyhow, ensure};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::authorization::v1::{ResourceAttributes, SelfSubjectAccessReview, SelfSubjectAccessReviewSpec};
-use k8s_openapi::api::core::v1::{ConfigMap, Endpoints, Secret, Service};
+use k8s_openapi::api::core::v1::{ConfigMap, Endpoints, Pod, Secret, Service};
+use k8s_openapi::jiff::Timestamp;
 use kube::api::{DynamicObject, ListParams, PostParams};
 use kube::{Api, ResourceExt as _};
 use tokio::time::timeout;
 use tulle_control::kubernetes::{connect, remote_credentials};
+use tulle_control::resources::meta::NamespacedName;
 use tulle_core::names::{annotation, label};
 
-use super::extension::{self, CONTROLLER_SELECTOR, links, target_cluster};
+use super::extension::{self, CONTROLLER_SELECTOR, EXTENSION_SELECTOR, links, target_cluster};
 use super::gateways::{self, Probes};
+use super::{check_permissions, check_routes};
 use crate::certificates::Certificate;
+use crate::check::data_plane;
 use crate::config;
-use crate::kubernetes::{Cluster, reason};
+use crate::kubernetes::{Cluster, reason, resource};
 
 pub(super) struct MulticlusterState {
     /// The namespace of the extension.
@@ -27,6 +31,10 @@ pub(super) struct MulticlusterState {
     pub(super) anchors: Result<Vec<Vec<u8>>, String>,
     pub(super) controllers: Result<Vec<Controller>, String>,
     pub(super) mirrors: Result<Vec<MirrorService>, String>,
+    /// The pods of the extension without a proxy that is ready.
+    pub(super) unready_proxies: Result<Vec<String>, String>,
+    /// The routes of exported Services that have mirrors as backends.
+    pub(super) routes_to_mirrors: Result<Vec<String>, String>,
 }
 
 pub(super) struct LinkState {
@@ -38,12 +46,16 @@ pub(super) struct LinkState {
     pub(super) target: Result<Target, String>,
     /// Whether the destination service accepts the Secret with the credentials for the linked cluster.
     pub(super) discovery_secret: Result<(), String>,
+    /// Whether the objects that give its controller permissions exist.
+    pub(super) permissions: Result<(), String>,
     /// Whether the gateway responds to probes. The reason if this is not known.
     pub(super) gateway: Result<(), String>,
 }
 
 pub(super) struct Target {
     pub(super) anchors: Result<Vec<Vec<u8>>, String>,
+    /// The time at which the token of the Link expires, if that is soon.
+    pub(super) token_expiry: Option<String>,
 }
 
 /// The Deployment of a service mirror.
@@ -51,6 +63,8 @@ pub(super) struct Controller {
     pub(super) name: String,
     pub(super) link_name: String,
     pub(super) available: i32,
+    /// Whether the deprecated command `link` created it.
+    pub(super) is_legacy: bool,
 }
 
 pub(super) struct MirrorService {
@@ -83,6 +97,15 @@ pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> MulticlusterSt
         }
         Err(error) => Err(format!("{error:#}")),
     };
+    let unready_proxies = match &namespace {
+        Ok(Some(namespace)) => Box::pin(unready_proxies(cluster, namespace)).await,
+        Ok(None) | Err(_) => Ok(Vec::new()),
+    };
+    let mirrors = mirrors(cluster).await.map_err(|error| reason(&error));
+    let of_gateways = mirrors.iter().flatten().filter(|mirror| mirror.needs_endpoints);
+    let of_gateways = of_gateways.map(|mirror| NamespacedName::new(&*mirror.namespace, &*mirror.name));
+    let of_gateways: BTreeSet<_> = of_gateways.collect();
+    let routes_to_mirrors = Box::pin(check_routes::routes_to_mirrors(cluster, &of_gateways)).await;
     MulticlusterState {
         namespace: namespace.map_err(|error| format!("{error:#}")),
         links: found,
@@ -90,7 +113,9 @@ pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> MulticlusterSt
             .await
             .map_err(|error| format!("{error:#}")),
         controllers: controllers(cluster).await.map_err(|error| reason(&error)),
-        mirrors: mirrors(cluster).await.map_err(|error| reason(&error)),
+        mirrors,
+        unready_proxies: unready_proxies.map_err(|error| reason(&error)),
+        routes_to_mirrors: routes_to_mirrors.map_err(|error| format!("{error:#}")),
     }
 }
 
@@ -111,7 +136,10 @@ async fn read_link_state(
         Ok(probes) => probes.check(&name, &target_name),
         Err(cause) => Err(cause.clone()),
     };
+    let namespace = link.namespace().unwrap_or_default();
+    let permissions = Box::pin(check_permissions::check(cluster, &name, &namespace)).await;
     LinkState {
+        permissions: permissions.map_err(|error| format!("{error:#}")),
         has_gateway: link.data["spec"]["gatewayAddress"]
             .as_str()
             .is_some_and(|address| !address.is_empty()),
@@ -136,6 +164,7 @@ async fn read_target(cluster: &Cluster, link: &DynamicObject) -> anyhow::Result<
     let access = remote_credentials::read(&secret)
         .await
         .with_context(|| format!("Secret {namespace}/{name}"))?;
+    let expires_at = access.expires_at;
     let client = connect::builder(access.config).context("creating a client")?.build();
     client
         .apiserver_version()
@@ -155,11 +184,20 @@ async fn read_target(cluster: &Cluster, link: &DynamicObject) -> anyhow::Result<
         control_plane_namespace: linkerd_namespace.to_owned(),
         namespace: String::new(),
     };
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     Ok(Target {
         anchors: control_plane_anchors(&target)
             .await
             .map_err(|error| format!("{error:#}")),
+        token_expiry: expires_at.and_then(|expires_at| expiry_if_soon(expires_at, now.as_secs())),
     })
+}
+
+/// The time at which a token expires, in seconds since 1970, as a text, if that is soon.
+fn expiry_if_soon(expires_at: u64, now: u64) -> Option<String> {
+    let time = Timestamp::from_second(i64::try_from(expires_at).ok()?).ok()?;
+    let is_soon = expires_at.saturating_sub(now) < remote_credentials::EXPIRY_WARNING.as_secs();
+    is_soon.then(|| time.to_string())
 }
 
 async fn may_access_services(client: &kube::Client, verb: &str) -> anyhow::Result<bool> {
@@ -253,12 +291,28 @@ async fn controllers(cluster: &Cluster) -> Result<Vec<Controller>, kube::Error> 
             .get(label::MIRRORED_CLUSTER)
             .cloned()
             .unwrap_or_default(),
+        is_legacy: deployment.labels().get("component").map(String::as_str) != Some("controller"),
         available: deployment
             .status
             .and_then(|status| status.available_replicas)
             .unwrap_or_default(),
     };
     Ok(found.into_iter().map(controller).collect())
+}
+
+async fn unready_proxies(cluster: &Cluster, namespace: &str) -> Result<Vec<String>, kube::Error> {
+    let api: Api<Pod> = Api::namespaced(cluster.client.clone(), namespace);
+    let pods = cluster
+        .list(&api, &ListParams::default().labels(EXTENSION_SELECTOR))
+        .await?;
+    let is_unready = |pod: &&Pod| {
+        let is_ready = data_plane::proxy_status(pod).is_some_and(|status| status.ready);
+        !is_ready && !data_plane::is_terminated(pod)
+    };
+    let names = pods.iter().filter(is_unready);
+    Ok(names
+        .map(|pod| format!("{}/{}", resource::namespace(pod), pod.name_any()))
+        .collect())
 }
 
 async fn mirrors(cluster: &Cluster) -> Result<Vec<MirrorService>, kube::Error> {
@@ -345,6 +399,20 @@ mod tests {
             namespace: "default".to_owned(),
         };
         control_plane_anchors(&cluster).await
+    }
+
+    #[test]
+    fn only_tokens_that_expire_within_a_week_have_a_time() {
+        let week = 7 * 86_400;
+        for (expires_at, now, expected) in [
+            (week, 0, None),
+            (week, 1, Some("1970-01-08T00:00:00Z")),
+            // It has expired.
+            (week, 2 * week, Some("1970-01-08T00:00:00Z")),
+        ] {
+            let found = expiry_if_soon(expires_at, now);
+            assert_eq!(found.as_deref(), expected, "{expires_at} at {now}");
+        }
     }
 
     const ABSENT: (u16, &str) = (404, "NotFound");

@@ -18,6 +18,9 @@ pub(super) const PROBE_SERVICE_PREFIX: &str = "probe-gateway-";
 /// The type of Secrets with credentials for another cluster.
 pub(super) const CREDENTIALS_SECRET_TYPE: &str = "mirror.linkerd.io/remote-kubeconfig";
 
+/// The role that all controllers of the chart share.
+pub(super) const LOCAL_ACCESS_OF_CHART: &str = "linkerd-multicluster-controller-access-local-resources";
+
 /// Names of the objects of a controller that `link` creates. They are those of Linkerd.
 pub(super) struct LegacyController {
     /// The ServiceAccount, Deployment and PodDisruptionBudget.
@@ -88,4 +91,27 @@ pub(super) fn object_ref(api_version: &str, kind: &str, namespace: Option<&str>,
         metadata["namespace"] = json!(namespace);
     }
     json!({"apiVersion": api_version, "kind": kind, "metadata": metadata})
+}
+
+/// Returns the object as [`object_ref`] does, if it exists.
+///
+/// # Errors
+/// Fails if the API server does not tell whether it exists.
+pub(super) async fn find_object(
+    cluster: &Cluster,
+    api_version: &str,
+    kind: &str,
+    namespace: Option<&str>,
+    name: &str,
+) -> anyhow::Result<Option<Value>> {
+    let (group, version) = api_version.split_once('/').unwrap_or(("", api_version));
+    let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind));
+    let client = cluster.client.clone();
+    let api: Api<DynamicObject> = match namespace {
+        Some(namespace) => Api::namespaced_with(client, namespace, &resource),
+        None => Api::all_with(client, &resource),
+    };
+    let found = api.get_metadata_opt(name).await;
+    let found = found.map_err(|error| anyhow!("reading {kind} {name}: {}", reason(&error)))?;
+    Ok(found.map(|_| object_ref(api_version, kind, namespace, name)))
 }

@@ -4,7 +4,7 @@ use anyhow::{bail, ensure};
 use serde_json::{Value, json};
 use tulle_core::names::label;
 
-use super::extension::{LegacyController, PROBE_SERVICE_PREFIX};
+use super::extension::{LOCAL_ACCESS_OF_CHART, LegacyController, PROBE_SERVICE_PREFIX};
 use super::link_gen;
 use crate::install::charts::{Helm, MULTICLUSTER};
 use crate::install::manifests::format_manifests;
@@ -171,7 +171,6 @@ fn rename(object: &mut Value, link: &str) {
 /// The only limit that the chart accepts.
 const RETRY_LIMIT: u32 = 3;
 const MAX_CLUSTER_NAME_LEN: usize = 63 - PROBE_SERVICE_PREFIX.len();
-const LOCAL_ACCESS_OF_CHART: &str = "linkerd-multicluster-controller-access-local-resources";
 
 /// Where objects have names of objects of the controller.
 const NAMES_OF_OBJECTS: [&str; 4] = [

@@ -1,17 +1,20 @@
 //! `tulle multicluster link-gen`: reads a cluster that exports Services, and prints what a cluster that mirrors them needs.
 
 use std::net::IpAddr;
+use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, ensure};
 use k8s_openapi::ByteString;
+use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{Secret, Service, ServiceAccount};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
-use kube::api::ListParams;
+use kube::api::{ListParams, PostParams};
 use kube::{Api, Config, ResourceExt as _};
 use serde_json::{Value, json};
 use tulle_control::kubernetes::remote_credentials::secret_name;
 use tulle_control::resources::labels::Selector;
 use tulle_core::dns_names::is_dns_label;
+use tulle_core::duration;
 use tulle_core::names::{annotation, label};
 
 use super::extension::{CREDENTIALS_SECRET_TYPE, DEFAULT_NAMESPACE};
@@ -34,6 +37,9 @@ pub(crate) struct Args {
         default_value = "linkerd-service-mirror-remote-access-default"
     )]
     service_account_name: String,
+    /// Request a token that expires after this time, such as 90d, instead of reading the one of a Secret, which does not expire
+    #[arg(long, value_name = "DURATION", value_parser = parse_token_duration)]
+    token_duration: Option<Duration>,
     /// The URL at which the other cluster reaches this API server [default: that of the kubeconfig]
     #[arg(long, value_name = "URL")]
     api_server_address: Option<String>,
@@ -52,6 +58,12 @@ pub(crate) struct Args {
     /// The port at which the other cluster reaches the gateway [default: that of the Service, or its node port]
     #[arg(long, value_name = "PORT")]
     gateway_port: Option<u16>,
+    /// How long the other cluster waits for the response to a probe of the gateway, such as 5s [default: 30s]
+    #[arg(long, value_name = "DURATION", value_parser = parse_probe_timeout)]
+    probe_timeout: Option<Duration>,
+    /// After how many failed probes in a row the other cluster sends nothing to the gateway [default: 3]
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..))]
+    probe_failure_threshold: Option<u32>,
     /// The Services whose mirrors send through the gateway
     #[arg(short = 'l', long, value_name = "LABELS", default_value = DEFAULT_SELECTOR)]
     selector: String,
@@ -118,6 +130,23 @@ pub(super) fn link_manifests(args: &Args, flags: &kubernetes::Flags) -> anyhow::
     manifests(args, &target, &flags.linkerd_namespace)
 }
 
+/// Parses the duration of a token. Kubernetes has a minimum.
+fn parse_token_duration(text: &str) -> Result<Duration, String> {
+    match duration::parse(text) {
+        Ok(wanted) if wanted >= MIN_TOKEN_DURATION => Ok(wanted),
+        Ok(_) => Err("Kubernetes creates no token for less than 10m; expected a duration such as 90d".to_owned()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn parse_probe_timeout(text: &str) -> Result<Duration, String> {
+    match duration::parse(text) {
+        Ok(timeout) if !timeout.is_zero() => Ok(timeout),
+        Ok(_) => Err("without a time, each probe fails; expected a duration such as 5s".to_owned()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
 fn check_args(args: &Args) -> anyhow::Result<()> {
     let name = &args.cluster_name;
     ensure!(
@@ -137,6 +166,8 @@ fn check_args(args: &Args) -> anyhow::Result<()> {
         ("--selector", args.selector != DEFAULT_SELECTOR),
         ("--gateway-addresses", !args.gateway_addresses.is_empty()),
         ("--gateway-port", args.gateway_port.is_some()),
+        ("--probe-timeout", args.probe_timeout.is_some()),
+        ("--probe-failure-threshold", args.probe_failure_threshold.is_some()),
     ] {
         ensure!(
             args.gateway || !is_set,
@@ -173,7 +204,7 @@ async fn read_target(args: &Args, cluster: &Cluster, access: &Config) -> anyhow:
     })
 }
 
-/// The token of the account.
+/// A token of the account: a new one if it is to expire, otherwise that of its Secret.
 async fn read_token(args: &Args, cluster: &Cluster) -> anyhow::Result<String> {
     let (namespace, name) = (&args.namespace, &args.service_account_name);
     let accounts: Api<ServiceAccount> = Api::namespaced(cluster.client.clone(), namespace);
@@ -184,6 +215,39 @@ async fn read_token(args: &Args, cluster: &Cluster) -> anyhow::Result<String> {
         "there is no ServiceAccount {namespace}/{name}; create it by `tulle multicluster allow --service-account-name {name}`, or \
          name another by --service-account-name"
     );
+    match args.token_duration {
+        Some(wanted) => request_token(args, &accounts, wanted).await,
+        None => read_secret(args, cluster).await,
+    }
+}
+
+/// Requests a token, and prints when it expires: the API server can have a lower limit than the wanted duration.
+async fn request_token(args: &Args, accounts: &Api<ServiceAccount>, wanted: Duration) -> anyhow::Result<String> {
+    let account = format!("ServiceAccount {}/{}", args.namespace, args.service_account_name);
+    let request = TokenRequest {
+        spec: TokenRequestSpec {
+            expiration_seconds: Some(i64::try_from(wanted.as_secs()).unwrap_or(i64::MAX)),
+            ..TokenRequestSpec::default()
+        },
+        ..TokenRequest::default()
+    };
+    let response = accounts
+        .create_token_request(&args.service_account_name, &PostParams::default(), &request)
+        .await;
+    let response = response.map_err(|error| anyhow!("requesting a token of {account}: {}", reason(&error)))?;
+    let issued = response
+        .status
+        .with_context(|| format!("the API server has not returned a token of {account}"))?;
+    eprintln!(
+        "tulle: the token expires at {}; run this command again before, and apply its output",
+        issued.expiration_timestamp.0
+    );
+    Ok(issued.token)
+}
+
+/// The token in a Secret of the account.
+async fn read_secret(args: &Args, cluster: &Cluster) -> anyhow::Result<String> {
+    let (namespace, name) = (&args.namespace, &args.service_account_name);
     let secrets: Api<Secret> = Api::namespaced(cluster.client.clone(), namespace);
     let tokens = ListParams::default().fields("type=kubernetes.io/service-account-token");
     let secrets = cluster.list(&secrets, &tokens).await;
@@ -195,7 +259,7 @@ async fn read_token(args: &Args, cluster: &Cluster) -> anyhow::Result<String> {
     let secret = secrets.iter().find(belongs_to_account).with_context(|| {
         format!(
             "the account {namespace}/{name} has no token; create a Secret of type kubernetes.io/service-account-token for it, as \
-             `tulle multicluster allow` does"
+             `tulle multicluster allow` does, or request a token by --token-duration"
         )
     })?;
     let token = secret.data.as_ref().and_then(|data| data.get("token"));
@@ -344,6 +408,8 @@ fn manifests(args: &Args, target: &Target, control_plane: &str) -> anyhow::Resul
         "clusterCredentialsSecret": secret,
         "remoteDiscoverySelector": parse_selector(&args.remote_discovery_selector)?,
         "federatedServiceSelector": parse_selector(&args.federated_service_selector)?,
+        // As Linkerd's command writes it for a Link without a gateway.
+        "probeSpec": {},
     });
     for (field, list) in [
         ("excludedAnnotations", &args.excluded_annotations),
@@ -361,6 +427,13 @@ fn manifests(args: &Args, target: &Target, control_plane: &str) -> anyhow::Resul
         spec["probeSpec"] = json!({
             "path": gateway.probe_path, "port": gateway.probe_port.to_string(), "period": gateway.probe_period,
         });
+        // Otherwise they are the defaults of the definition of Link. Older definitions do not have these fields.
+        if let Some(timeout) = args.probe_timeout {
+            spec["probeSpec"]["timeout"] = json!(format_go_duration(timeout));
+        }
+        if let Some(threshold) = args.probe_failure_threshold {
+            spec["probeSpec"]["failureThreshold"] = json!(threshold.to_string());
+        }
         spec["selector"] = parse_selector(&args.selector)?;
     }
     let created_by = concat!("tulle/cli ", env!("CARGO_PKG_VERSION"));
@@ -393,6 +466,14 @@ fn manifests(args: &Args, target: &Target, control_plane: &str) -> anyhow::Resul
     ])
 }
 
+/// Formats a duration as Go does, which has no days.
+fn format_go_duration(duration: Duration) -> String {
+    match duration.subsec_millis() {
+        0 => format!("{}s", duration.as_secs()),
+        _ => format!("{}ms", duration.as_millis()),
+    }
+}
+
 /// Converts a selector in the syntax of `kubectl -l` to a LabelSelector.
 fn parse_selector(text: &str) -> anyhow::Result<Value> {
     let selector: Selector = text.parse().map_err(|error| anyhow!("{error}"))?;
@@ -404,6 +485,7 @@ fn parse_selector(text: &str) -> anyhow::Result<Value> {
 }
 
 const DEFAULT_SELECTOR: &str = "mirror.linkerd.io/exported=true";
+const MIN_TOKEN_DURATION: Duration = Duration::from_mins(10);
 /// The chart has the same limit: it creates a Service `probe-<cluster name>`, and the name of a Service has at most 63 characters.
 const MAX_CLUSTER_NAME_LEN: usize = 57;
 /// With a longer name, Services whose names have 32 characters or more cannot be mirrored, and such names are common. The command
@@ -420,7 +502,11 @@ installed by the chart tulle-multicluster, with the name of the Link in `control
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use clap::Parser as _;
+    use kube::config::{KubeConfigOptions, Kubeconfig};
+    use tulle_control::trust;
 
     use super::*;
 
@@ -537,9 +623,130 @@ mod tests {
         let annotations = &discovery["metadata"]["annotations"];
         assert_eq!(annotations["multicluster.linkerd.io/trust-domain"], "trust.test");
         assert_eq!(link["spec"]["excludedLabels"], json!(["a", "b/*"]));
-        for field in ["gatewayAddress", "probeSpec", "selector", "excludedAnnotations"] {
+        assert_eq!(link["spec"]["probeSpec"], json!({}));
+        for field in [
+            "gatewayAddress",
+            "gatewayPort",
+            "gatewayIdentity",
+            "selector",
+            "excludedAnnotations",
+        ] {
             assert!(link["spec"].get(field).is_none(), "{field}");
         }
+    }
+
+    /// Prints the manifests of a cluster with a gateway, and returns its kubeconfig, too.
+    fn print_link(line: &str) -> (Vec<Value>, String) {
+        let (args, access) = (args(line), Config::new("https://192.0.2.1:6443".parse().unwrap()));
+        let balanced = service(&ports(), &json!([{"ip": "192.0.2.7"}]));
+        let target = Target {
+            cluster_domain: "east.test".to_owned(),
+            trust_domain: "trust.test".to_owned(),
+            kubeconfig: render_kubeconfig(&args, &access, "the token").unwrap(),
+            gateway: Some(gateway(&args, &balanced).unwrap()),
+        };
+        (manifests(&args, &target, "linkerd").unwrap(), target.kubeconfig)
+    }
+
+    #[test]
+    fn the_manifests_of_a_cluster_with_a_gateway_are_these() {
+        let (printed, kubeconfig) = print_link("");
+        let secret = |metadata: Value| {
+            json!({
+                "apiVersion": "v1", "kind": "Secret", "type": "mirror.linkerd.io/remote-kubeconfig",
+                "metadata": metadata, "data": {"kubeconfig": ByteString(kubeconfig.clone().into_bytes())},
+            })
+        };
+        let for_mirror = json!({"name": "cluster-credentials-east", "namespace": "linkerd-multicluster"});
+        let for_destination = json!({
+            "name": "cluster-credentials-east", "namespace": "linkerd",
+            "labels": {"multicluster.linkerd.io/cluster-name": "east"},
+            "annotations": {
+                "multicluster.linkerd.io/trust-domain": "trust.test",
+                "multicluster.linkerd.io/cluster-domain": "east.test",
+            },
+        });
+        let link = json!({
+            "apiVersion": "multicluster.linkerd.io/v1alpha3", "kind": "Link",
+            "metadata": {
+                "name": "east", "namespace": "linkerd-multicluster",
+                "annotations": {"linkerd.io/created-by": format!("tulle/cli {}", env!("CARGO_PKG_VERSION"))},
+            },
+            "spec": {
+                "targetClusterName": "east", "targetClusterDomain": "east.test",
+                "targetClusterLinkerdNamespace": "linkerd", "clusterCredentialsSecret": "cluster-credentials-east",
+                "gatewayAddress": "192.0.2.7", "gatewayPort": "4143", "gatewayIdentity": "gateway.east",
+                // The timeout and the threshold are defaults of the definition.
+                "probeSpec": {"path": "/ready", "port": "4191", "period": "3s"},
+                "selector": {"matchLabels": {"mirror.linkerd.io/exported": "true"}},
+                "remoteDiscoverySelector": {"matchLabels": {"mirror.linkerd.io/exported": "remote-discovery"}},
+                "federatedServiceSelector": {"matchLabels": {"mirror.linkerd.io/federated": "member"}},
+            },
+        });
+        assert_eq!(printed, [secret(for_mirror), secret(for_destination), link]);
+        let account = "linkerd-service-mirror-remote-access-default";
+        let kubeconfig: Value = serde_yaml_ng::from_str(&kubeconfig).unwrap();
+        let expected = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "east",
+            "contexts": [{"name": "east", "context": {"cluster": "east", "user": account}}],
+            "clusters": [{"name": "east", "cluster": {"server": "https://192.0.2.1:6443"}}],
+            "users": [{"name": account, "user": {"token": "the token"}}],
+        });
+        assert_eq!(kubeconfig, expected);
+        // The same input has the same output, byte by byte.
+        let texts = [printed, print_link("").0].map(|printed| format_manifests(&printed, Output::Yaml).unwrap());
+        assert_eq!(texts[0], texts[1]);
+    }
+
+    #[test]
+    fn the_timeout_and_the_threshold_of_probes_are_those_of_the_flags() {
+        for (line, expected) in [
+            ("--probe-timeout=1500ms", ("1500ms", Value::Null)),
+            ("--probe-timeout=2m --probe-failure-threshold=1", ("120s", json!("1"))),
+        ] {
+            let (printed, _) = print_link(line);
+            let probe = &printed[2]["spec"]["probeSpec"];
+            let found = (probe["timeout"].as_str().unwrap(), probe["failureThreshold"].clone());
+            assert_eq!(found, expected, "{line}");
+        }
+        for (flag, expected) in [
+            ("--probe-timeout=0", "invalid value '0' for '--probe-timeout"),
+            ("--probe-timeout=1x", "\"1x\" is not a duration"),
+            ("--probe-failure-threshold=0", "0 is not in 1.."),
+            (
+                "--token-duration=5m",
+                "'5m' for '--token-duration <DURATION>': Kubernetes creates no token for less than 10m",
+            ),
+            ("--token-duration=soon", "\"soon\" is not a duration"),
+        ] {
+            let line = Line::try_parse_from(["link-gen", "--cluster-name=east", flag]);
+            let error = line.err().expect("the flag is refused").to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_certificate_authority_in_a_file_becomes_part_of_the_kubeconfig() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("authority.crt");
+        let anchor = trust::create_anchor("authority.test", Duration::from_secs(86_400)).unwrap();
+        fs::write(&path, &anchor.certificate).unwrap();
+        let of_caller = format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\n\
+             contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n\
+             clusters: [{{name: c, cluster: {{server: 'https://192.0.2.1:6443', certificate-authority: '{}'}}}}]\n\
+             users: [{{name: u, user: {{token: t}}}}]\n",
+            path.display()
+        );
+        let of_caller = Kubeconfig::from_yaml(&of_caller).unwrap();
+        let access = Config::from_custom_kubeconfig(of_caller, &KubeConfigOptions::default()).await;
+        let text = render_kubeconfig(&args(""), &access.unwrap(), "t").unwrap();
+        assert!(!text.contains("authority.crt"), "{text}");
+        let kubeconfig: Value = serde_yaml_ng::from_str(&text).unwrap();
+        let bundle = kubeconfig["clusters"][0]["cluster"]["certificate-authority-data"].clone();
+        let bundle: ByteString = serde_json::from_value(bundle).unwrap();
+        let certificates = [bundle.0, anchor.certificate.into_bytes()].map(|text| pem::parse(text).unwrap());
+        assert_eq!(certificates[0].contents(), certificates[1].contents());
     }
 
     #[test]
@@ -552,6 +759,14 @@ mod tests {
                 "--gateway-addresses has no effect",
             ),
             ("--gateway=false --selector=app=web", "--selector has no effect"),
+            (
+                "--gateway=false --probe-timeout=5s",
+                "--probe-timeout has no effect with --gateway=false",
+            ),
+            (
+                "--gateway=false --probe-failure-threshold=1",
+                "--probe-failure-threshold has no effect",
+            ),
             ("--selector=", "--selector"),
         ] {
             let line = Line::try_parse_from(

@@ -3,6 +3,8 @@
 //! Like `tulle install`, these commands do not change a cluster: they print manifests for `kubectl apply` and `kubectl delete`.
 
 mod check;
+mod check_permissions;
+mod check_routes;
 mod check_state;
 mod extension;
 mod gateways;
@@ -29,7 +31,7 @@ pub(crate) enum Command {
     Allow(install::AllowArgs),
     /// Print the credentials and the Link with which another cluster mirrors this one
     #[command(after_help = link_gen::EXAMPLES)]
-    LinkGen(link_gen::Args),
+    LinkGen(Box<link_gen::Args>),
     /// Deprecated: print what `link-gen` prints, and a controller for the Link
     #[command(after_help = link::EXAMPLES)]
     Link(Box<link::LinkArgs>),

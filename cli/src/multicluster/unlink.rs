@@ -2,13 +2,15 @@
 
 use anyhow::{Context as _, anyhow};
 use k8s_openapi::api::core::v1::{Secret, Service};
-use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
+use kube::api::{DynamicObject, ListParams};
 use kube::{Api, ResourceExt as _};
 use serde_json::Value;
 use tulle_control::kubernetes::remote_credentials::secret_name;
 use tulle_core::names::label;
 
-use super::extension::{DEFAULT_NAMESPACE, LegacyController, link_resource, links, object_ref, target_cluster};
+use super::extension::{
+    DEFAULT_NAMESPACE, LegacyController, find_object, link_resource, links, object_ref, target_cluster,
+};
 use crate::install::manifests::{Output, format_manifests};
 use crate::kubernetes::{self, Cluster, reason};
 use crate::runtime;
@@ -50,6 +52,7 @@ async fn list_objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Valu
     let mut objects = Vec::new();
     let legacy_objects = legacy_controller(name, namespace, &cluster.control_plane_namespace);
     for (api_version, kind, namespace, object) in legacy_objects {
+        // `kubectl delete` fails for an object that does not exist.
         objects.extend(find_object(cluster, api_version, kind, namespace, &object).await?);
     }
     if args.only_controller {
@@ -124,26 +127,6 @@ pub(super) fn legacy_controller<'a>(
         ("policy/v1", "PodDisruptionBudget", namespace, names.service_mirror),
         ("v1", "Service", namespace, names.probe_service),
     ]
-}
-
-/// Returns the object if it exists, because `kubectl delete` fails for an object that does not exist.
-async fn find_object(
-    cluster: &Cluster,
-    api_version: &str,
-    kind: &str,
-    namespace: Option<&str>,
-    name: &str,
-) -> anyhow::Result<Option<Value>> {
-    let (group, version) = api_version.split_once('/').unwrap_or(("", api_version));
-    let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind));
-    let client = cluster.client.clone();
-    let api: Api<DynamicObject> = match namespace {
-        Some(namespace) => Api::namespaced_with(client, namespace, &resource),
-        None => Api::all_with(client, &resource),
-    };
-    let found = api.get_metadata_opt(name).await;
-    let found = found.map_err(|error| anyhow!("reading {kind} {name}: {}", reason(&error)))?;
-    Ok(found.map(|_| object_ref(api_version, kind, namespace, name)))
 }
 
 pub(super) const EXAMPLES: &str = "\

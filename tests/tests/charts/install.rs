@@ -3,10 +3,12 @@
 use std::collections::BTreeSet;
 use std::fs;
 
+use serde_json::Value;
 use tulle_tests::cluster::ApiServer;
 
-use tulle_tests::charts::Helm;
-use tulle_tests::charts::Repository;
+use tulle_tests::charts::{Helm, Repository, chart_path};
+
+use crate::render::objects;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_installation_from_a_repository_is_upgraded_and_leaves_only_gateway_api_definitions_and_the_namespace() {
@@ -27,7 +29,8 @@ async fn an_installation_from_a_repository_is_upgraded_and_leaves_only_gateway_a
     let control_plane = format!(
         "upgrade --install tulle-control-plane tulle/tulle-control-plane -n linkerd \
          --set-file identityTrustAnchorsPEM={} --set-file identity.issuer.tls.crtPEM={} \
-         --set-file identity.issuer.tls.keyPEM={} --set controllerLogLevel=debug --set policyController.logLevel=debug",
+         --set-file identity.issuer.tls.keyPEM={} --set controllerLogLevel=debug --set policyController.logLevel=debug \
+         --set identityTrustDomain=east.id",
         pem("ca"),
         pem("certificate"),
         pem("key"),
@@ -35,6 +38,7 @@ async fn an_installation_from_a_repository_is_upgraded_and_leaves_only_gateway_a
     let notes = run(&control_plane);
     assert!(notes.contains("linkerd.io/inject=enabled"), "{notes}");
     assert!(!notes.contains("Values without effect"), "{notes}");
+    check_identity_of_the_gateway(&helm);
 
     // Values that components write at run time survive an upgrade.
     let bundle = r#"[{"op": "add", "path": "/webhooks/0/clientConfig/caBundle", "value": "Y2E="}]"#;
@@ -79,6 +83,27 @@ async fn an_installation_from_a_repository_is_upgraded_and_leaves_only_gateway_a
         .chain(["namespace/linkerd".to_owned()])
         .collect();
     assert_eq!(left, expected.iter().map(String::as_str).collect());
+}
+
+/// Checks that the gateway of the multicluster extension has the trust domain of the installed control plane, unless another is set.
+fn check_identity_of_the_gateway(helm: &Helm) {
+    let chart = chart_path("tulle-multicluster");
+    let render = ["template", "multicluster", &chart, "-n", "linkerd-multicluster"];
+    for (flags, domain) in [
+        ("--dry-run=server", "east.id"),
+        ("--dry-run=server --set=identityTrustDomain=other.id", "other.id"),
+        // Without a cluster.
+        ("--dry-run=client", "cluster.local"),
+    ] {
+        let flags: Vec<&str> = flags.split_whitespace().collect();
+        let rendered = objects(&helm.run(&[&render[..], &flags].concat()).unwrap());
+        let is_gateway =
+            |object: &&Value| object["kind"] == "Service" && object["metadata"]["name"] == "linkerd-gateway";
+        let service = rendered.iter().find(is_gateway).unwrap();
+        let expected = format!("linkerd-gateway.linkerd-multicluster.serviceaccount.identity.linkerd.{domain}");
+        let identity = &service["metadata"]["annotations"]["mirror.linkerd.io/gateway-identity"];
+        assert_eq!(*identity, expected, "{flags:?}");
+    }
 }
 
 /// The names of all objects. API services are left out, because the API server creates them for definitions, and so are events and

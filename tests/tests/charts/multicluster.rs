@@ -67,6 +67,23 @@ fn a_highly_available_installation_has_several_pods_and_a_disruption_budget_for_
 }
 
 #[test]
+fn the_node_selector_and_tolerations_at_the_top_are_those_of_the_local_service_mirror() {
+    let objects = render(&["--set=nodeSelector.disk=ssd,tolerations[0].operator=Exists"]);
+    for (name, deployment) in of_kind(&objects, "Deployment") {
+        let pod = &deployment["spec"]["template"]["spec"];
+        let expected = match name {
+            "linkerd-local-service-mirror" => [json!({"disk": "ssd"}), json!([{"operator": "Exists"}])],
+            _ => [Value::Null, Value::Null],
+        };
+        assert_eq!(
+            [&pod["nodeSelector"], &pod["tolerations"]],
+            [&expected[0], &expected[1]],
+            "{name}"
+        );
+    }
+}
+
+#[test]
 fn the_pod_monitor_selects_the_controllers_and_the_local_service_mirror_by_labels_and_ports_that_they_have() {
     let objects = render(&["--set=podMonitor.enabled=true"]);
     let monitors = of_kind(&objects, "PodMonitor");

@@ -1,0 +1,153 @@
+//! The account, roles and bindings of the controller of a Link.
+
+use anyhow::ensure;
+
+use super::extension::{LOCAL_ACCESS_OF_CHART, LegacyController, find_object};
+use crate::kubernetes::Cluster;
+
+/// Names of the objects that give a controller its permissions.
+struct ObjectNames {
+    account: String,
+    cluster_role: String,
+    cluster_role_binding: String,
+    /// The Role and its RoleBinding.
+    role: String,
+}
+
+impl ObjectNames {
+    fn of_chart(link: &str) -> Self {
+        Self {
+            account: format!("controller-{link}"),
+            cluster_role: LOCAL_ACCESS_OF_CHART.to_owned(),
+            cluster_role_binding: format!("{LOCAL_ACCESS_OF_CHART}-{link}"),
+            role: format!("controller-read-remote-creds-{link}"),
+        }
+    }
+
+    /// The names of the deprecated command `link`.
+    fn of_legacy_controller(link: &str) -> Self {
+        let names = LegacyController::new(link);
+        Self {
+            account: names.service_mirror,
+            cluster_role: names.local_access.clone(),
+            cluster_role_binding: names.local_access,
+            role: names.credentials,
+        }
+    }
+}
+
+/// Checks that the objects exist which the chart creates for the controller of a Link, or those which `link` creates.
+///
+/// # Errors
+/// Fails if objects are missing in both cases, with those of the case in which fewer are missing.
+pub(super) async fn check(cluster: &Cluster, link: &str, namespace: &str) -> anyhow::Result<()> {
+    let mut missing = missing_objects(cluster, &ObjectNames::of_chart(link), namespace).await?;
+    if !missing.is_empty() {
+        let of_legacy = missing_objects(cluster, &ObjectNames::of_legacy_controller(link), namespace).await?;
+        if of_legacy.len() < missing.len() {
+            missing = of_legacy;
+        }
+    }
+    ensure!(missing.is_empty(), "there is no {}", missing.join(", no "));
+    Ok(())
+}
+
+async fn missing_objects(cluster: &Cluster, names: &ObjectNames, namespace: &str) -> anyhow::Result<Vec<String>> {
+    const RBAC: &str = "rbac.authorization.k8s.io/v1";
+    let namespace = Some(namespace);
+    let mut missing = Vec::new();
+    for (api_version, kind, namespace, name) in [
+        ("v1", "ServiceAccount", namespace, &names.account),
+        (RBAC, "ClusterRole", None, &names.cluster_role),
+        (RBAC, "ClusterRoleBinding", None, &names.cluster_role_binding),
+        (RBAC, "Role", namespace, &names.role),
+        (RBAC, "RoleBinding", namespace, &names.role),
+    ] {
+        let found = find_object(cluster, api_version, kind, namespace, name).await?;
+        if found.is_none() {
+            missing.push(format!("{kind} {name}"));
+        }
+    }
+    Ok(missing)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::future;
+
+    use http::{Request, Response};
+    use kube::client::Body;
+    use serde_json::json;
+
+    use super::*;
+
+    /// Checks the Link `east` in a cluster that has objects with these names only.
+    async fn check_with(names: &'static [&'static str]) -> anyhow::Result<()> {
+        let service = tower::service_fn(move |req: Request<Body>| {
+            let name = req.uri().path().rsplit('/').next().unwrap_or_default();
+            let (code, body) = match names.contains(&name) {
+                true => (
+                    200,
+                    json!({"apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadata", "metadata": {"name": name}}),
+                ),
+                false => (
+                    404,
+                    json!({"apiVersion": "v1", "kind": "Status", "code": 404, "reason": "NotFound", "message": "not found"}),
+                ),
+            };
+            let body = Body::from(body.to_string().into_bytes());
+            let response = Response::builder().status(code).body(body).unwrap();
+            future::ready(Ok::<_, Infallible>(response))
+        });
+        let cluster = Cluster {
+            client: kube::Client::new(service, "default"),
+            control_plane_namespace: "linkerd".to_owned(),
+            namespace: "default".to_owned(),
+        };
+        check(&cluster, "east", "linkerd-multicluster").await
+    }
+
+    #[tokio::test]
+    async fn the_permissions_are_those_of_the_chart_or_of_the_deprecated_command() {
+        check_with(&[
+            "controller-east",
+            "linkerd-multicluster-controller-access-local-resources",
+            "linkerd-multicluster-controller-access-local-resources-east",
+            "controller-read-remote-creds-east",
+        ])
+        .await
+        .unwrap();
+        check_with(&[
+            "linkerd-service-mirror-east",
+            "linkerd-service-mirror-access-local-resources-east",
+            "linkerd-service-mirror-read-remote-creds-east",
+        ])
+        .await
+        .unwrap();
+        for (names, expected) in [
+            (
+                WITHOUT_CLUSTER_ROLE_BINDING,
+                "there is no ClusterRoleBinding linkerd-multicluster-controller-access-local-resources-east",
+            ),
+            (
+                LEGACY_WITHOUT_ROLE,
+                "there is no Role linkerd-service-mirror-read-remote-creds-east, \
+                 no RoleBinding linkerd-service-mirror-read-remote-creds-east",
+            ),
+        ] {
+            let error = check_with(names).await.unwrap_err().to_string();
+            assert_eq!(error, expected);
+        }
+    }
+
+    const WITHOUT_CLUSTER_ROLE_BINDING: &[&str] = &[
+        "controller-east",
+        "linkerd-multicluster-controller-access-local-resources",
+        "controller-read-remote-creds-east",
+    ];
+    const LEGACY_WITHOUT_ROLE: &[&str] = &[
+        "linkerd-service-mirror-east",
+        "linkerd-service-mirror-access-local-resources-east",
+    ];
+}
