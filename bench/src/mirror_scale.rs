@@ -17,7 +17,7 @@ use hdrhistogram::Histogram;
 use k8s_openapi::ByteString;
 use kube::config::Kubeconfig;
 use serde_json::{Value, json};
-use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tulle_core::names::variable;
 
 use crate::run::process::Process;
@@ -84,7 +84,7 @@ async fn run(args: &Args, n_changes: usize) -> anyhow::Result<()> {
     let started = Instant::now();
     let process = start_service_mirror(args, dir.path())?;
     mirrors
-        .wait_for_all(args.services.get(), started + MIRROR_TIMEOUT)
+        .wait_for_all(args.services.get(), started + mirror_timeout(args.services.get()))
         .await?;
     println!(
         "{} Services mirrored {:.2?} after the start of the process, with {:.2?} of CPU; peak memory {:.1} MB",
@@ -93,8 +93,11 @@ async fn run(args: &Args, n_changes: usize) -> anyhow::Result<()> {
         process.cpu_time()?,
         megabytes(process.peak_rss_kib()?)
     );
-    sleep(MEMORY_SETTLE_DELAY).await;
-    println!("memory with all mirrors: {:.1} MB", megabytes(process.rss_kib()?));
+    mirrors.ensure_unchanged(REFRESH_PERIOD + MEMORY_SETTLE_DELAY).await?;
+    println!(
+        "memory after a comparison of all mirrors, which changed none: {:.1} MB",
+        megabytes(process.rss_kib()?)
+    );
 
     process.reset_peak_rss()?;
     let cpu_time = process.cpu_time()?;
@@ -124,6 +127,11 @@ async fn run(args: &Args, n_changes: usize) -> anyhow::Result<()> {
         megabytes(process.peak_rss_kib()?)
     );
     Ok(())
+}
+
+/// Maximum time until this number of Services is mirrored.
+fn mirror_timeout(n_services: usize) -> Duration {
+    MIRROR_TIMEOUT.mul_f64((n_services as f64 / 1000.).max(1.))
 }
 
 /// The n-th change, of the n-th Service.
@@ -295,6 +303,20 @@ impl Mirrors {
         Ok(observed)
     }
 
+    /// Waits for this time.
+    ///
+    /// # Errors
+    /// A mirror changes meanwhile, although no exported Service does.
+    async fn ensure_unchanged(&mut self, time: Duration) -> anyhow::Result<()> {
+        match timeout(time, self.changes.try_next()).await {
+            Err(_) => Ok(()),
+            Ok(change) => {
+                change?.context("a watch has ended")?;
+                bail!("a mirror has changed without a change of its Service");
+            }
+        }
+    }
+
     async fn next(&mut self, deadline: Instant) -> anyhow::Result<MirrorChange> {
         match timeout_at(deadline, self.changes.try_next()).await {
             Ok(change) => change?.context("a watch has ended"),
@@ -362,6 +384,9 @@ const LINK_NAMESPACE: &str = "linkerd-multicluster";
 const EXPORTED: &str = "mirror.linkerd.io/exported";
 const PORT: u64 = 80;
 const OTHER_PORT: u64 = 81;
-const MIRROR_TIMEOUT: Duration = Duration::from_secs(120);
+/// Maximum time until 1000 Services are mirrored, and the maximum for fewer ones. More may take longer in proportion.
+const MIRROR_TIMEOUT: Duration = Duration::from_secs(60);
+/// The default of the service mirror for the time between two comparisons of all mirrors.
+const REFRESH_PERIOD: Duration = Duration::from_secs(60);
 /// Maximum time between two changes of mirrors.
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(30);

@@ -505,6 +505,6 @@ metadata: {name: injected, namespace: default, annotations: {linkerd.io/inject: 
 spec: {containers: [{name: app, image: 'ghcr.io/tulle-mesh/bench:0.1.0'}]}
 ";
 const YEAR: Duration = Duration::from_hours(365 * 24);
-const MAX_LOAD_DURATION: Duration = Duration::from_secs(180);
-const LOAD_TIMEOUT: Duration = Duration::from_secs(200);
+const MAX_LOAD_DURATION: Duration = Duration::from_secs(300);
+const LOAD_TIMEOUT: Duration = Duration::from_secs(320);
 pub const COMPONENTS: [&str; 3] = ["destination", "identity", "proxy-injector"];

@@ -262,7 +262,7 @@ async fn check_permissions(cluster: &Cluster, files: &Path) {
         .collect();
     let granted = permissions::granted_permissions(&objects);
     let unused = |log: &[AuditRecord]| -> Vec<&Permission> {
-        let used = permissions::permitted_requests(log);
+        let used = permissions::permitted_requests(log, permissions::CONTROL_PLANE);
         let is_used = |grant: &&Permission| used.iter().any(|requested| grant.is_used_by(requested));
         granted.iter().filter(|grant| !is_used(grant)).collect()
     };
@@ -286,7 +286,7 @@ async fn check_permissions(cluster: &Cluster, files: &Path) {
             allowed_grant(grant).map_or("?", |allowed_grant| allowed_grant.why)
         );
     }
-    let refused: Vec<String> = permissions::refused_requests(&log)
+    let refused: Vec<String> = permissions::refused_requests(&log, permissions::CONTROL_PLANE)
         .iter()
         .map(ToString::to_string)
         .collect();

@@ -6,7 +6,7 @@ use std::fmt;
 use serde_json::Value;
 use tulle_tests::cluster::AuditRecord;
 
-/// One verb on one kind for one service account of the control plane.
+/// One verb on one kind for one service account.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Permission {
     pub(crate) account: String,
@@ -68,7 +68,7 @@ impl Permission {
                 &requested.resource,
             );
         let is_in_namespace = match &*self.namespace {
-            "" => requested.namespace != NAMESPACE,
+            "" => requested.namespace != CONTROL_PLANE,
             namespace => requested.namespace == namespace,
         };
         is_same && is_in_namespace && (self.name.is_empty() || self.name == requested.name)
@@ -136,27 +136,27 @@ fn string_values(object: &Value, field: &str, inner: Option<&str>) -> Vec<String
         .collect()
 }
 
-/// Permitted requests of service accounts in the namespace `linkerd`.
-pub(crate) fn permitted_requests(log: &[AuditRecord]) -> BTreeSet<Permission> {
+/// Permitted requests of service accounts in this namespace.
+pub(crate) fn permitted_requests(log: &[AuditRecord], namespace: &str) -> BTreeSet<Permission> {
     log.iter()
         .filter(|record| !record.is_forbidden())
-        .filter_map(requested_permission)
+        .filter_map(|record| requested_permission(record, namespace))
         .collect()
 }
 
-/// Refused requests of service accounts in the namespace `linkerd`.
-pub(crate) fn refused_requests(log: &[AuditRecord]) -> BTreeSet<Permission> {
+/// Refused requests of service accounts in this namespace.
+pub(crate) fn refused_requests(log: &[AuditRecord], namespace: &str) -> BTreeSet<Permission> {
     log.iter()
         .filter(|record| record.is_forbidden())
-        .filter_map(requested_permission)
+        .filter_map(|record| requested_permission(record, namespace))
         .collect()
 }
 
-fn requested_permission(record: &AuditRecord) -> Option<Permission> {
+fn requested_permission(record: &AuditRecord, namespace: &str) -> Option<Permission> {
     let account = record
         .user
         .username
-        .strip_prefix(&format!("system:serviceaccount:{NAMESPACE}:"))?;
+        .strip_prefix(&format!("system:serviceaccount:{namespace}:"))?;
     let object = record.object_ref.as_ref()?;
     let resource = match object.subresource.as_str() {
         "" => object.resource.clone(),
@@ -172,4 +172,5 @@ fn requested_permission(record: &AuditRecord) -> Option<Permission> {
     })
 }
 
-const NAMESPACE: &str = "linkerd";
+/// The namespace of the control plane.
+pub(crate) const CONTROL_PLANE: &str = "linkerd";

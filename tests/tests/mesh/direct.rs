@@ -31,6 +31,8 @@ pub(crate) async fn tls_connect(mesh: &Mesh, stream: TcpStream, protocols: &[&[u
 /// The certificate of a client.
 enum Certificate {
     OfPeer,
+    /// It does not chain to the trust anchors of the mesh.
+    OfOtherAnchor,
     Absent,
 }
 
@@ -43,11 +45,15 @@ fn config(mesh: &Mesh, certificate: Certificate, protocols: &[&[u8]]) -> ClientC
         .with_safe_default_protocol_versions()
         .unwrap()
         .with_root_certificates(roots);
-    let mut config = match certificate {
-        Certificate::Absent => builder.with_no_client_auth(),
-        Certificate::OfPeer => {
-            let anchor = &mesh.files().anchor;
-            let svid = trust::create_svid("spiffe://a.test/peer", trust::ISSUER_LIFETIME, anchor).unwrap();
+    let authority = match certificate {
+        Certificate::Absent => None,
+        Certificate::OfPeer => Some(mesh.files().anchor.clone()),
+        Certificate::OfOtherAnchor => Some(trust::create_anchor("other", trust::ANCHOR_LIFETIME).unwrap()),
+    };
+    let mut config = match authority {
+        None => builder.with_no_client_auth(),
+        Some(authority) => {
+            let svid = trust::create_svid("spiffe://a.test/peer", trust::ISSUER_LIFETIME, &authority).unwrap();
             let chain = svid.chain.into_iter().map(CertificateDer::from).collect();
             let key = PrivateKeyDer::try_from(svid.key).unwrap();
             builder.with_client_auth_cert(chain, key).unwrap()
@@ -78,6 +84,18 @@ async fn read_to_end(stream: &mut TlsStream<TcpStream>) -> String {
     let mut read = Vec::new();
     let _ = stream.read_to_end(&mut read).await;
     String::from_utf8(read).unwrap()
+}
+
+/// Asserts that the proxy of `web` closes a connection whose certificate does not chain to its trust anchors, before it reads the
+/// transport header.
+pub(crate) async fn assert_refused_with_other_anchor(mesh: &Mesh) {
+    let stream = TcpStream::connect((mesh.ip("web"), port::INBOUND)).await.unwrap();
+    let config = config(mesh, Certificate::OfOtherAnchor, &[b"transport.l5d.io/v1"]);
+    // In TLS 1.3 the handshake of a client ends before the server has verified its certificate.
+    let mut client = connect_with(config, stream).await;
+    // The write fails if the connection is already closed.
+    let _ = client.write_all(&header(3, &port_field(HTTP))).await;
+    assert_eq!(read_to_end(&mut client).await, "");
 }
 
 /// A transport header with this message and this length field.

@@ -9,9 +9,7 @@ use rustls::{ClientConfig, ClientConnection, RootCertStore};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tonic::Code;
-use tulle_proto::destination::{
-    AuthorityOverride, ProtocolHint, TlsIdentity, WeightedAddr, protocol_hint, tls_identity,
-};
+use tulle_proto::destination::{AuthorityOverride, ProtocolHint, WeightedAddr, protocol_hint};
 use tulle_proto::grpc_route::GrpcFailureInjector;
 use tulle_proto::http_route::{HttpFailureInjector, RequestHeaderModifier};
 use tulle_proto::http_types::{Headers, headers::Header};
@@ -35,7 +33,7 @@ use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, UNMESHED_IP, identity, mesh};
 /// The original destination of the application; no server has this address.
 pub(crate) const ORIG_DST: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::new(10, 66, 7, 7)), HTTP);
 
-fn metadata(name: &str) -> Option<Metadata> {
+pub(crate) fn metadata(name: &str) -> Option<Metadata> {
     let resource = Resource {
         group: "core".into(),
         kind: "Service".into(),
@@ -97,7 +95,7 @@ fn routes(rule: http_route::Rule) -> Vec<HttpRoute> {
     }]
 }
 
-fn opaque(backend: Backend) -> Opaque {
+pub(crate) fn opaque(backend: Backend) -> Opaque {
     let to = opaque_route::RouteBackend {
         backend: Some(backend),
         ..Default::default()
@@ -117,7 +115,7 @@ fn opaque(backend: Backend) -> Opaque {
     }
 }
 
-fn policy(kind: Kind) -> OutboundPolicy {
+pub(crate) fn policy(kind: Kind) -> OutboundPolicy {
     OutboundPolicy {
         metadata: metadata("web"),
         protocol: Some(ProxyProtocol { kind: Some(kind) }),
@@ -538,142 +536,6 @@ fn a_stream_that_an_endpoint_resets_is_a_bad_gateway_for_http_1() {
         let reported = (answer.status.as_u16(), answer.cause(), answer.header("connection"));
         assert_eq!(reported, (502, "stream-reset", "close"));
     });
-}
-
-/// Runs a test in which `client` sends everything to the inbound port of the proxy of `web`, with a transport header.
-/// `web` is a gateway for these suffixes.
-fn run_with_gateway(suffixes: &str, test: impl AsyncFnOnce(&Mesh, &FakePolicyService, WeightedAddr) + Send) {
-    let mesh = mesh()
-        .workload("client")
-        .workload_env("POLICY_SVC_ADDR", POLICY_ADDR)
-        .workload("web")
-        .workload_env("INBOUND_GATEWAY_SUFFIXES", suffixes)
-        .workload("other");
-    mesh.run(async |mesh: &Mesh| {
-        let policies = FakePolicyService::serve().await;
-        let name = tls_identity::DnsLikeIdentity { name: identity("web") };
-        let to_proxy = WeightedAddr {
-            tls_identity: Some(TlsIdentity {
-                strategy: Some(tls_identity::Strategy::DnsLikeIdentity(name.clone())),
-                server_name: Some(name),
-            }),
-            protocol_hint: Some(ProtocolHint {
-                protocol: Some(protocol_hint::Protocol::H2(Default::default())),
-                opaque_transport: Some(protocol_hint::OpaqueTransport { inbound_port: 4143 }),
-            }),
-            ..endpoint((mesh.ip("web"), 4143).into())
-        };
-        test(mesh, &policies, to_proxy).await;
-    });
-}
-
-#[test]
-fn a_transport_header_that_leads_back_to_its_proxy_is_refused() {
-    run_with_gateway(
-        "",
-        async |mesh: &Mesh, policies: &FakePolicyService, back: WeightedAddr| {
-            policies.set_destination_policy(Ok(http1(rule(forward(back)))));
-            let answer = mesh.get("client", ORIG_DST, "/").await;
-            assert_eq!((answer.status.as_u16(), answer.cause()), (502, "loop"));
-        },
-    );
-}
-
-#[test]
-fn a_transport_header_with_a_name_is_refused_without_a_gateway() {
-    run_with_gateway(
-        "",
-        async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
-            policies.set_destination_policy(Ok(http1(rule(forward(with_authority(to_proxy, "other.test:81"))))));
-            assert_eq!(mesh.get("client", ORIG_DST, "/").await.status, 502);
-            let cause = ["cause=\"bad-transport-header\""];
-            mesh.wait_for_metric_at_least("web", "tulle_failures_total", &cause, 1.0)
-                .await;
-        },
-    );
-}
-
-/// The same endpoint, with an authority override.
-fn with_authority(endpoint: WeightedAddr, name: &str) -> WeightedAddr {
-    WeightedAddr {
-        authority_override: Some(AuthorityOverride {
-            authority_override: name.into(),
-        }),
-        ..endpoint
-    }
-}
-
-#[test]
-fn a_gateway_forwards_requests_to_the_names_that_it_serves() {
-    run_with_gateway(
-        "svc.cluster.local.",
-        async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
-            apps::start_echo(mesh, "other").await;
-            let service = format!("other.shop.svc.cluster.local:{HTTP}");
-            policies.set_destination_policy(Ok(http1(rule(forward(with_authority(to_proxy.clone(), &service))))));
-            let answer = mesh.get("client", ORIG_DST, "/headers").await;
-            assert_eq!(answer.status, 200, "{answer:?}");
-            let seen: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
-            // The gateway has sent the request to the other sidecar on behalf of the client.
-            assert_eq!(seen["l5d-client-id"], serde_json::json!([identity("web")]));
-            let (gateway, client) = (identity("web"), identity("client"));
-            let passed = format!("by={gateway};for={client};host=\"{service}\";proto=https");
-            assert_eq!(seen["forwarded"], serde_json::json!([passed]));
-
-            let elsewhere = with_authority(to_proxy.clone(), "other.test:81");
-            policies.set_destination_policy(Ok(http1(rule(forward(elsewhere)))));
-            eventually("the gateway refuses a name that it does not serve", async || {
-                let answer = mesh.get("client", ORIG_DST, "/").await;
-                (answer.cause() == "gateway-domain").then(|| assert_eq!(answer.status, 404))
-            })
-            .await;
-            let counted = [
-                "error=\"gateway domain invalid\"",
-                "target_port=\"4143\"",
-                "srv_kind=\"default\"",
-                "srv_port=\"4143\"",
-            ];
-            mesh.wait_for_metric_at_least("web", "inbound_http_errors_total", &counted, 1.0)
-                .await;
-
-            policies.set_destination_policy(Ok(http1(rule(forward(with_authority(to_proxy, &service))))));
-            eventually("the gateway refuses a request that has passed it before", async || {
-                let mut again = request("/");
-                let passed = format!("by={gateway};for=x").parse().unwrap();
-                again.headers_mut().append("forwarded", passed);
-                let mut client = Http1Client::handshake(mesh.dial("client", ORIG_DST).await).await;
-                let answer = client.fetch(again).await.unwrap();
-                (answer.cause() == "gateway-loop").then(|| assert_eq!(answer.status, 508))
-            })
-            .await;
-        },
-    );
-}
-
-#[test]
-fn a_gateway_forwards_bytes_to_the_names_that_it_serves() {
-    run_with_gateway(
-        "svc.cluster.local.",
-        async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
-            apps::start_echo(mesh, "other").await;
-            let bytes = |name: &str| {
-                let opaque = WeightedAddr {
-                    protocol_hint: Some(ProtocolHint {
-                        protocol: Some(protocol_hint::Protocol::Opaque(Default::default())),
-                        opaque_transport: Some(protocol_hint::OpaqueTransport { inbound_port: 4143 }),
-                    }),
-                    ..with_authority(to_proxy.clone(), name)
-                };
-                policy(Kind::Opaque(self::opaque(forward(opaque))))
-            };
-            policies.set_destination_policy(Ok(bytes(&format!("other.shop.svc.cluster.local:{OPAQUE}"))));
-            let mut stream = mesh.dial("client", ORIG_DST).await;
-            stream.write_all(b"hello").await.unwrap();
-            let mut echoed = [0; 5];
-            stream.read_exact(&mut echoed).await.unwrap();
-            assert_eq!(&echoed, b"hello");
-        },
-    );
 }
 
 /// A Server of this protocol that permits all clients.

@@ -36,7 +36,7 @@ pub(super) async fn gateways_with_ipv6_addresses_are_used(linked: &LinkedCluster
 }
 
 /// Waits until the endpoints of `web-east` are these addresses of the gateway, and checks that all of 1,000 requests reach `east`.
-async fn assert_used(linked: &LinkedClusters, addrs: &[String]) {
+pub(super) async fn assert_used(linked: &LinkedClusters, addrs: &[String]) {
     let are_endpoints = async || {
         let endpoints = tulle(&linked.west, "diagnostics endpoints web-east.shop.svc.cluster.local:80").await?;
         let rows = endpoints.lines().skip(1);

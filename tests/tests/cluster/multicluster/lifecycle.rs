@@ -6,6 +6,8 @@ use tulle_tests::images::Image;
 use tulle_tests::linked_clusters::{LinkedClusters, NAMESPACE, tulle};
 use tulle_tests::meshed::MeshedCluster;
 
+use super::chaos::an_absent_gateway_is_reported;
+use super::ipv6::assert_used;
 use super::traffic::{GATEWAY_ID, check_protocols, export};
 
 /// A gateway whose Service has node ports instead of a load balancer is used and checked as any other.
@@ -23,8 +25,10 @@ pub(super) async fn a_gateway_with_node_ports_is_used(linked: &LinkedClusters) {
     assert_ne!(port, "4143");
     export(linked, "true", GATEWAY_ID).await;
     check_protocols(linked, "web-east").await;
+    assert_used(linked, &[addr]).await;
     let is_checked = async || tulle(west, "multicluster check --wait 0").await.map(drop);
     west.cluster.wait_until("all checks pass", is_checked).await.unwrap();
+    an_absent_gateway_is_reported(linked).await;
 }
 
 /// After `unlink` and `uninstall`, nothing of the other cluster is left, and the other cluster is as before.
@@ -44,16 +48,36 @@ pub(super) async fn an_unlinked_cluster_leaves_nothing(linked: &LinkedClusters) 
         .await
         .unwrap();
     delete_output_of(west, "multicluster uninstall").await;
-    let mirrors = "get services,endpoints -A -l mirror.linkerd.io/cluster-name -o name";
-    let federated = "get services -A -l mirror.linkerd.io/mirrored-service -o name";
-    for remaining in [mirrors, federated] {
-        assert_eq!(west.kubectl(remaining).await.unwrap(), "", "{remaining}");
-    }
+    // Kubernetes deletes EndpointSlices some time after their Endpoints.
+    let is_clean = async || nothing_is_left(west).await;
+    west.cluster
+        .wait_until("nothing of the other cluster is left", is_clean)
+        .await
+        .unwrap();
     assert_eq!(east.kubectl(exported).await.unwrap(), before);
     east.cluster
         .wait_for_deployment(NAMESPACE, "linkerd-gateway")
         .await
         .unwrap();
+}
+
+/// Fails if an object of any kind belongs to a linked cluster, or if there are credentials of one.
+async fn nothing_is_left(cluster: &MeshedCluster) -> anyhow::Result<()> {
+    let kinds = cluster.kubectl("api-resources --verbs=list -o name").await?;
+    let without_labels = ["componentstatuses", "telemetry.tulle.dev"];
+    let kinds: Vec<&str> = kinds
+        .lines()
+        .filter(|kind| !without_labels.iter().any(|other| kind.contains(other)))
+        .collect();
+    for (kinds, label) in [
+        (&*kinds.join(","), "mirror.linkerd.io/cluster-name"),
+        ("services,endpoints", "mirror.linkerd.io/mirrored-service"),
+        ("secrets", "multicluster.linkerd.io/cluster-name"),
+    ] {
+        let left = cluster.kubectl(&format!("get {kinds} -A -l {label} -o name")).await?;
+        ensure!(left.is_empty(), "with the label {label}: {left}");
+    }
+    Ok(())
 }
 
 /// Deletes the objects that a command prints.

@@ -2,10 +2,12 @@
 
 mod anchors;
 mod chaos;
+mod grants;
 mod ipv6;
 mod lifecycle;
 mod linkerd;
 mod loops;
+mod outages;
 mod traffic;
 
 use std::env;
@@ -36,7 +38,10 @@ async fn a_cluster_uses_services_of_another() {
     linked.federate().await.unwrap();
     check_protocols(&linked, "web-federated").await;
     chaos::no_request_is_lost(&linked).await;
+    grants::permissions_are_those_that_are_used(&linked).await;
     if env::var_os("TULLE_TEST_FULL").is_some() {
+        Box::pin(outages::changes_arrive_after_an_outage_of_the_api_servers(&linked)).await;
+        Box::pin(outages::local_traffic_continues_without_the_other_cluster(&linked)).await;
         loops::only_their_share_of_requests_loops(&linked).await;
         anchors::another_anchor_loses_no_request(&linked).await;
         lifecycle::a_gateway_with_node_ports_is_used(&linked).await;

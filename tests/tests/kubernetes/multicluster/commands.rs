@@ -2,6 +2,9 @@
 
 use tulle_control::trust;
 
+use super::printed::{
+    ACCOUNT, HIGHLY_AVAILABLE_WITH_CONTROLLER, INSTALLATION, LEGACY_CONTROLLER, LINK, MIRRORED, assert_printed,
+};
 use super::*;
 use crate::cli::{CommandOutput, assert_contains, kubectl, tulle};
 
@@ -54,6 +57,7 @@ async fn install(west: &ApiServer, east: &ApiServer) {
             "fix: kubectl describe deployments,pods -n linkerd",
         ],
     );
+    check_installations(west).await;
     for (server, values) in [
         (east, "identityTrustDomain=east.test"),
         (west, "controllers[0].link.ref.name=east --gateway=false"),
@@ -71,6 +75,18 @@ async fn install(west: &ApiServer, east: &ApiServer) {
         "{}",
         gateways.err
     );
+}
+
+/// Checks which objects `install` prints.
+async fn check_installations(server: &ApiServer) {
+    let install = "multicluster install --ignore-cluster";
+    assert_printed(&tulle(server, install).await.out, INSTALLATION);
+    let others = INSTALLATION
+        .into_iter()
+        .filter(|object| !object.starts_with("Deployment"));
+    let install = format!("{install} --ha --set controllers[0].link.ref.name=east");
+    let expected = others.chain(HIGHLY_AVAILABLE_WITH_CONTROLLER);
+    assert_printed(&tulle(server, &install).await.out, expected);
 }
 
 /// Checks the labels by which `linkerd multicluster check` finds the permissions of the controller.
@@ -110,6 +126,16 @@ async fn link_clusters(west: &ApiServer, east: &ApiServer) {
     let without_token = tulle(east, link).await;
     assert_contains(&without_token.err, &["Kubernetes has not written a token"]);
     put_token(east).await;
+    let account = ["create", "serviceaccount", "bare", "-n", NAMESPACE];
+    east.kubectl(&account).await.unwrap();
+    for (account, expected) in [
+        ("nobody", "there is no ServiceAccount linkerd-multicluster/nobody"),
+        ("bare", "the account linkerd-multicluster/bare has no token"),
+    ] {
+        let refused = tulle(east, &format!("{link} --service-account-name {account}")).await;
+        assert!(!refused.success);
+        assert_contains(&refused.err, &[expected]);
+    }
     let on_loopback = tulle(east, link).await;
     assert_contains(
         &on_loopback.err,
@@ -121,18 +147,29 @@ async fn link_clusters(west: &ApiServer, east: &ApiServer) {
         .unwrap();
     let link = format!("{link} --api-server-address {url}");
     let without_address = tulle(east, &link).await;
-    assert_contains(&without_address.err, &["has no address yet", "--gateway-addresses"]);
+    assert_contains(
+        &without_address.err,
+        &[
+            "the gateway linkerd-multicluster/linkerd-gateway has no address yet",
+            "--gateway-addresses",
+        ],
+    );
     let link = format!("{link} --gateway-addresses 192.0.2.7");
     let linked = tulle(east, &link).await;
     assert!(linked.success, "{}", linked.err);
     kubectl(west, "apply -f -", &linked.out).await;
     let deprecated = tulle(east, &link.replacen("link-gen", "link --ha", 1)).await;
     replace_controller(west, &linked.out, &deprecated).await;
+    // A token that expires replaces that of the Secret.
+    let requested = tulle(east, &format!("{link} --token-duration 1h")).await;
+    assert!(requested.success, "{}", requested.err);
+    assert_contains(&requested.err, &["the token expires at 20"]);
+    kubectl(west, "apply -f -", &requested.out).await;
     let account = "mc allow --service-account-name linkerd-service-mirror-remote-access-default";
     assert_contains(&tulle(east, account).await.err, &["exists", "--ignore-cluster"]);
     let allowed = tulle(east, "mc allow --service-account-name west").await;
-    let created = kubectl(east, "apply --server-side -f -", &allowed.out).await;
-    assert_eq!(created.lines().count(), 4, "{created}");
+    assert_printed(&allowed.out, ACCOUNT);
+    kubectl(east, "apply --server-side -f -", &allowed.out).await;
 }
 
 /// The deprecated command `link` adds a controller with names of its own to the output of `link-gen`. `unlink --only-controller`
@@ -150,7 +187,10 @@ async fn replace_controller(west: &ApiServer, link: &str, deprecated: &CommandOu
     }
     let created = kubectl(west, "apply --server-side -f -", controller).await;
     assert_eq!(created.lines().count(), 10, "{created}");
+    let all = tulle(west, "mc unlink --cluster-name east").await;
+    assert_printed(&all.out, LEGACY_CONTROLLER.into_iter().chain(LINK));
     let unlinked = tulle(west, "mc unlink --cluster-name east --only-controller").await;
+    assert_printed(&unlinked.out, LEGACY_CONTROLLER);
     let deleted = kubectl(west, "delete -f -", &unlinked.out).await;
     assert_eq!(deleted.lines().count(), 10, "{deleted}");
 }
@@ -185,8 +225,60 @@ async fn check(west: &ApiServer, east: &ApiServer) {
     for server in [west, east] {
         put_trust_roots(server, &anchor).await;
     }
-    let checked = tulle(west, "mc check --wait 0").await;
-    assert_contains(&checked.out, &["√ clusters share trust anchors"]);
+    // Requests that the gateway forwards to `web` go back to the other cluster.
+    apply(west, &service("web", &json!({"mirror.linkerd.io/exported": "true"}))).await;
+    apply(west, &route_to_mirror()).await;
+    let checked = tulle(west, "mc check --wait 0 -o json").await;
+    assert!(!checked.success);
+    let report: Value = serde_json::from_str(&checked.out).unwrap();
+    assert_eq!(report["success"], false);
+    let checks = report["categories"][0]["checks"].as_array().unwrap();
+    let text = |check: &Value, field: &str| check[field].as_str().unwrap_or_default().to_owned();
+    let problems = checks.iter().filter(|check| check["result"] != "success");
+    let problems: Vec<_> = problems
+        .map(|check| (text(check, "description"), text(check, "result"), text(check, "error")))
+        .collect();
+    assert_eq!(checks.len(), 16, "{}", checked.out);
+    assert_eq!(problems.len(), EXPECTED_PROBLEMS.len(), "{problems:?}");
+    for ((description, result, error), expected) in problems.iter().zip(EXPECTED_PROBLEMS) {
+        assert_eq!((&**description, &**result), (expected.0, expected.1));
+        assert!(error.contains(expected.2), "{} is not in {error}", expected.2);
+    }
+}
+
+/// The description, the result and a part of the text of each problem that `check` finds.
+const EXPECTED_PROBLEMS: [(&str, &str, &str); 4] = [
+    (
+        "remote cluster access credentials do not expire soon",
+        "warning",
+        "east: the token expires at 20",
+    ),
+    (
+        "service mirror controllers are running",
+        "error",
+        "east: Deployment controller-east has no available pod",
+    ),
+    (
+        "probe services able to communicate with all gateway mirrors",
+        "error",
+        "east: no controller has probed it",
+    ),
+    (
+        "routes of exported services have no mirror services as backends",
+        "warning",
+        "HTTPRoute shop/split: Service web, backend web-east",
+    ),
+];
+
+fn route_to_mirror() -> Value {
+    json!({
+        "apiVersion": "gateway.networking.k8s.io/v1", "kind": "HTTPRoute",
+        "metadata": {"name": "split", "namespace": "shop"},
+        "spec": {
+            "parentRefs": [{"group": "core", "kind": "Service", "name": "web", "port": 80}],
+            "rules": [{"backendRefs": [{"name": "web", "port": 80}, {"name": "web-east", "port": 80}]}],
+        },
+    })
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -211,16 +303,8 @@ async fn clusters_are_linked_and_unlinked_by_the_output_of_commands() {
     let missing = tulle(&west, "mc unlink --cluster-name north").await;
     assert_contains(&missing.err, &["there is no Link linkerd-multicluster/north"]);
     let unlinked = tulle(&west, "mc unlink --cluster-name east").await;
-    let deleted = kubectl(&west, "delete -f -", &unlinked.out).await;
-    for expected in [
-        "secret \"cluster-credentials-east\"",
-        "link.multicluster.linkerd.io \"east\"",
-        "lease.coordination.k8s.io \"service-mirror-write-east\"",
-        "service \"web-east\"",
-    ] {
-        assert!(deleted.contains(expected), "{expected} is not in {deleted}");
-    }
-    assert_eq!(deleted.matches("cluster-credentials-east").count(), 2, "{deleted}");
+    assert_printed(&unlinked.out, LINK.into_iter().chain(MIRRORED));
+    kubectl(&west, "delete -f -", &unlinked.out).await;
     mirror.end().await;
     wait_until_gone(&west, "web-east").await;
     let federated = json!({"mirror.linkerd.io/mirrored-service": "true"});

@@ -86,7 +86,7 @@ impl Drop for Replica {
 }
 
 /// An unused port on the loopback address of an API server, which no other test uses.
-fn free_addr(server: &ApiServer) -> SocketAddr {
+pub(super) fn free_addr(server: &ApiServer) -> SocketAddr {
     let url: http::Uri = server.url().parse().unwrap();
     let ip: IpAddr = url.host().unwrap().parse().unwrap();
     TcpListener::bind((ip, 0)).unwrap().local_addr().unwrap()
@@ -115,7 +115,7 @@ async fn linked_clusters(replicas: &[&str]) -> (ApiServer, ApiServer) {
     (west, east)
 }
 
-async fn export(east: &ApiServer, name: &str) {
+pub(super) async fn export(east: &ApiServer, name: &str) {
     apply(east, &service(name, &json!({"mirror.linkerd.io/exported": "true"}))).await;
 }
 

@@ -44,6 +44,7 @@ async fn a_link_that_linkerd_printed_is_used() {
             "√ remote cluster access credentials are valid",
             "√ the destination service has the credentials of linked clusters",
             "√ clusters share trust anchors",
+            "√ service mirror controller has required permissions",
             "√ all mirror services are part of a Link",
         ],
     );

@@ -6,6 +6,7 @@ mod differences;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kube::api::ListParams;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
@@ -102,10 +103,11 @@ async fn compare(name: &str, expected: &[Difference]) {
         }
         apply_recorded_step(&mut theirs, recorded);
         let expected = differences::expected_after_step(expected, n);
-        wait_for_differences(&step.name, &expected, async || {
+        let converged = wait_for_differences(&step.name, &expected, async || {
             found_differences(&theirs, &objects(&west, &east).await)
-        })
-        .await;
+        });
+        let limit = TIME_LIMITS.iter().find(|(name, _)| *name == step.name);
+        in_time(limit.map_or(CONVERGENCE_TIMEOUT, |(_, limit)| *limit), converged).await;
     }
     end_all(&mut mirrors).await;
 }
@@ -199,7 +201,7 @@ async fn linkerd_object(recorded: &Value, west: &ApiServer, east: &ApiServer) ->
 }
 
 /// The uid and resource version of each Service and Endpoints.
-async fn versions(server: &ApiServer) -> BTreeMap<String, (String, String)> {
+pub(super) async fn versions(server: &ApiServer) -> BTreeMap<String, (String, String)> {
     let mut versions = BTreeMap::new();
     for (kind, objects) in [
         ("Service", list::<Service>(server).await),
@@ -284,7 +286,7 @@ async fn change_objects(step: &Step, west: &ApiServer, east: &ApiServer) {
 
 /// Waits until the differences are the expected ones.
 async fn wait_for_differences(step: &str, expected: &FieldDifferences, found: impl AsyncFn() -> FieldDifferences) {
-    let deadline = tokio::time::Instant::now() + CONVERGENCE_TIMEOUT;
+    let deadline = Instant::now() + CONVERGENCE_TIMEOUT;
     loop {
         let found = found().await;
         if found == *expected {
@@ -295,7 +297,7 @@ async fn wait_for_differences(step: &str, expected: &FieldDifferences, found: im
             lines.collect::<Vec<_>>().join("\n")
         };
         assert!(
-            tokio::time::Instant::now() < deadline,
+            Instant::now() < deadline,
             "{step}: differences from Linkerd that are not listed:\n{}\nlisted differences that do not occur:\n{}",
             lines(&found, expected),
             lines(expected, &found)
@@ -436,10 +438,8 @@ fn name_cluster_ips(subsets: &mut [Value], names: &BTreeMap<String, String>) {
 
 /// The entries of the statuses of Links.
 async fn link_statuses(west: &ApiServer) -> Objects {
-    let kind = GroupVersionKind::gvk("multicluster.linkerd.io", "v1alpha3", "Link");
-    let api: Api<DynamicObject> = Api::namespaced_with(west.client(), NAMESPACE, &ApiResource::from_gvk(&kind));
     let mut entries = Objects::new();
-    for link in api.list(&ListParams::default()).await.unwrap() {
+    for link in links(west, "v1alpha3").list(&ListParams::default()).await.unwrap() {
         let name = link.metadata.name.unwrap();
         for field in ["mirrorServices", "federatedServices"] {
             for mut entry in link.data["status"][field].as_array().cloned().unwrap_or_default() {
@@ -505,6 +505,11 @@ fn read<T: DeserializeOwned>(file: &str) -> T {
     serde_yaml_ng::from_value(value).unwrap()
 }
 
+/// Steps after which the objects must be as expected in a shorter time.
+const TIME_LIMITS: [(&str, Duration); 2] = [
+    ("the Link changes", Duration::from_secs(2)),
+    ("the member of the oldest Link leaves", Duration::from_secs(2)),
+];
 /// Maximum time until the objects are as expected after a step.
 const CONVERGENCE_TIMEOUT: Duration = Duration::from_secs(40);
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
