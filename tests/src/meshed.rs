@@ -383,8 +383,9 @@ impl MeshedCluster {
                 let line = read("cmdline");
                 line.starts_with("/tulle-bench\0load\0") && line.contains(&id)
             });
-            kill(process?, Signal::SIGTERM)?;
-            disturbed
+            let stopped = process.and_then(|process| Ok(kill(process, Signal::SIGTERM)?));
+            // If the disturbance took too long, the load has ended, and the error of the disturbance says more.
+            disturbed.and(stopped)
         };
         let (reports, disturbed) = tokio::join!(running.reports(), disturb_and_end);
         disturbed?;

@@ -12,7 +12,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tower::BoxError;
 use tracing::{info, warn};
 use tulle_core::backoff::Backoff;
@@ -173,8 +173,11 @@ pub(super) async fn probe(
     let probe_metrics = metrics.for_cluster(cluster);
     probe_metrics.alive.set((*is_alive.borrow()).into());
     let (mut n_failures, mut has_warned) = (0, false);
+    let mut started_at = Instant::now();
     loop {
-        sleep(spec.period.mul_f64(1.0 + fastrand::f64() * MAX_JITTER)).await;
+        // The period begins with the probe before, so that slow failures do not delay the report of a gateway that is gone.
+        sleep_until(started_at + spec.period.mul_f64(1.0 + fastrand::f64() * MAX_JITTER)).await;
+        started_at = Instant::now();
         let target = channels.probe_target.borrow().clone();
         probe_metrics.enabled.set(target.is_some().into());
         let Some(target) = target else {
@@ -186,7 +189,6 @@ pub(super) async fn probe(
             }
             continue;
         };
-        let started_at = Instant::now();
         let result = match timeout(spec.timeout, send_probe(&client, spec, &target)).await {
             Ok(result) => result,
             Err(_) => Err(format!("no response within {:?}", spec.timeout)),

@@ -167,6 +167,15 @@ pub(super) async fn an_absent_gateway_is_reported(linked: &LinkedClusters) {
     scale_deployment(&linked.east, NAMESPACE, "linkerd-gateway", 0)
         .await
         .unwrap();
+    // A pod that ends still responds to probes, because kube-proxy uses it while there is no other one.
+    let has_no_pods = async || {
+        let pods = format!("get pods -n {NAMESPACE} -l app=linkerd-gateway -o name");
+        let pods = linked.east.kubectl(&pods).await?;
+        ensure!(pods.is_empty(), "{pods}");
+        Ok(())
+    };
+    let east = &linked.east.cluster;
+    east.wait_until("the gateway has no pods", has_no_pods).await.unwrap();
     let begun = Instant::now();
     let report_is = async |alive: &str| {
         let gateways = tulle(west, "multicluster gateways").await?;

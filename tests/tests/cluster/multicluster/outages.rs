@@ -1,6 +1,7 @@
 //! Minutes without the other cluster, and changes meanwhile. With `TULLE_TEST_FULL=1` only.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::time::Duration;
 
 use anyhow::ensure;
@@ -74,6 +75,12 @@ pub(super) async fn changes_arrive_after_an_outage_of_the_api_servers(linked: &L
     east.kubectl("delete -n shop service/during service/after")
         .await
         .unwrap();
+    let are_gone = async || {
+        let mirrored = (is_mirrored(west, "during").await?, is_mirrored(west, "after").await?);
+        ensure!(mirrored == (false, false), "mirrors of deleted Services");
+        Ok(())
+    };
+    west.cluster.wait_until("the mirrors are gone", are_gone).await.unwrap();
 }
 
 /// While nothing of `east` can be reached, the destination service and the service mirror of `west` restart. No request within `west`
@@ -117,7 +124,9 @@ async fn has_current_state(linked: &LinkedClusters, service: &str) -> anyhow::Re
     )
     .await?;
     let of_east = endpoints.lines().filter(|row| row.contains("linkerd.east.id"));
-    let known: BTreeSet<&str> = of_east.filter_map(|row| row.split_whitespace().nth(1)).collect();
+    let known: BTreeSet<&str> = of_east
+        .filter_map(|row| row.split_whitespace().find(|field| field.parse::<IpAddr>().is_ok()))
+        .collect();
     ensure!(known == pods, "{known:?} instead of {pods:?}");
     Ok(())
 }
