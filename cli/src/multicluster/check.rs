@@ -3,6 +3,9 @@
 //!
 //! [`check_state`] reads the state of this cluster and of each linked cluster. Checks are pure functions of this state.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -70,7 +73,7 @@ fn report(state: &MulticlusterState) -> CategoryReport {
             checks.push(CheckReport::new(LINK_CRD_EXISTS, Err(problem)));
         }
         Ok(links) if !links.is_empty() => {
-            let link_checks: [(&str, LinkCheck); 12] = [
+            let link_checks: [(&str, LinkCheck); 14] = [
                 (LINK_CRD_EXISTS, |_, _| Ok(())),
                 ("Link resources are valid", each_cluster_has_one_link),
                 ("Link and CLI versions match", versions_match),
@@ -83,6 +86,10 @@ fn report(state: &MulticlusterState) -> CategoryReport {
                     "the destination service has the credentials of linked clusters",
                     destination_has_credentials,
                 ),
+                (
+                    "each linked cluster has one secret for the destination service",
+                    each_cluster_has_one_secret,
+                ),
                 ("clusters share trust anchors", clusters_share_anchors),
                 (
                     "service mirror controller has required permissions",
@@ -90,6 +97,7 @@ fn report(state: &MulticlusterState) -> CategoryReport {
                 ),
                 (CONTROLLERS_RUNNING, controllers_run),
                 ("extension is managing controllers", controllers_are_managed),
+                ("probe services have a port for probes", probe_services_are_valid),
                 (GATEWAYS_REACHABLE, gateways_are_alive),
                 ("all mirror services have endpoints", mirrors_have_endpoints),
             ];
@@ -100,6 +108,10 @@ fn report(state: &MulticlusterState) -> CategoryReport {
     }
     checks.extend([
         CheckReport::new("all mirror services are part of a Link", mirrors_belong_to_links(state)),
+        CheckReport::new(
+            "all members of federated services are part of a Link",
+            members_belong_to_links(state),
+        ),
         CheckReport::new(
             "routes of exported services have no mirror services as backends",
             routes_have_no_mirrors(state),
@@ -132,20 +144,28 @@ fn extension_is_installed(state: &MulticlusterState) -> CheckResult {
     }
 }
 
-/// Fails if several Links lead to one cluster.
+/// Fails if several Links lead to one cluster, or if Links of several namespaces have one name.
 fn each_cluster_has_one_link(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
-    let mut by_cluster = BTreeMap::<&str, Vec<&str>>::new();
+    let (mut by_cluster, mut by_name) = (BTreeMap::<&str, Vec<&str>>::new(), BTreeMap::<&str, Vec<&str>>::new());
     for link in links {
         by_cluster.entry(&link.cluster).or_default().push(&link.name);
+        by_name.entry(&link.name).or_default().push(&link.namespace);
     }
-    let duplicates = by_cluster.iter().filter(|(_, names)| names.len() > 1);
-    let lines: Vec<_> = duplicates
-        .map(|(cluster, names)| format!("{cluster}: {}", names.join(", ")))
-        .collect();
-    fail_unless_empty(lines, |lines| {
+    let of_one_cluster = by_cluster.iter().filter(|(_, names)| names.len() > 1);
+    let of_one_cluster =
+        of_one_cluster.map(|(cluster, names)| format!("several Links lead to {cluster}: {}", names.join(", ")));
+    let of_one_name = by_name.iter().filter(|(_, namespaces)| namespaces.len() > 1);
+    // The cluster-wide objects of a controller are named after its Link.
+    let of_one_name = of_one_name.map(|(name, namespaces)| {
+        format!(
+            "the controllers of the Links {name} in the namespaces {} have the same names",
+            namespaces.join(", ")
+        )
+    });
+    fail_unless_empty(of_one_cluster.chain(of_one_name).collect(), |lines| {
         error(
-            listing("several Links lead to one cluster:", lines),
-            "tulle multicluster unlink --cluster-name NAME | kubectl delete -f - (for all but one)",
+            listing("Links that exclude each other:", lines),
+            "tulle multicluster unlink --namespace NAMESPACE --cluster-name NAME | kubectl delete -f - (for all but one)",
         )
     })
 }
@@ -210,6 +230,25 @@ fn destination_has_credentials(links: &[LinkState], _: &MulticlusterState) -> Ch
             )
         },
     )
+}
+
+fn each_cluster_has_one_secret(_: &[LinkState], state: &MulticlusterState) -> CheckResult {
+    let secrets = listed_or_unknown("Secrets of the control plane", &state.discovery_secrets)?;
+    let mut by_cluster = BTreeMap::<&str, Vec<&str>>::new();
+    for secret in secrets {
+        by_cluster.entry(&secret.cluster).or_default().push(&secret.name);
+    }
+    let duplicates = by_cluster.iter().filter(|(_, names)| names.len() > 1);
+    let lines = duplicates.map(|(cluster, names)| format!("{cluster}: {}", names.join(", ")));
+    fail_unless_empty(lines.collect(), |lines| {
+        warning(
+            listing(
+                "several Secrets have the label of one cluster; only cluster-credentials-NAME is read:",
+                lines,
+            ),
+            "kubectl delete secret -n linkerd SECRET (for the others, in the namespace of the control plane)",
+        )
+    })
 }
 
 fn clusters_share_anchors(links: &[LinkState], state: &MulticlusterState) -> CheckResult {
@@ -292,6 +331,19 @@ fn controllers_are_managed(links: &[LinkState], state: &MulticlusterState) -> Ch
     })
 }
 
+fn probe_services_are_valid(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
+    let failure = |link: &LinkState| {
+        let failure = link.probe_service.as_ref().err();
+        failure.filter(|_| link.has_gateway).cloned()
+    };
+    fail_unless_empty(failure_lines(links, failure), |lines| {
+        error(
+            listing("gateways that are not probed, and count as alive:", lines),
+            "tulle multicluster install --set 'controllers[0].link.ref.name=NAME' | kubectl apply -f -",
+        )
+    })
+}
+
 fn gateways_are_alive(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
     let failure = |link: &LinkState| link.gateway.as_ref().err().filter(|_| link.has_gateway).cloned();
     fail_unless_empty(failure_lines(links, failure), |lines| {
@@ -339,6 +391,28 @@ fn mirrors_belong_to_links(state: &MulticlusterState) -> CheckResult {
     })
 }
 
+fn members_belong_to_links(state: &MulticlusterState) -> CheckResult {
+    // Without the Links, it is unknown which members have none.
+    let Ok(links) = &state.links else { return Ok(()) };
+    let mirrors = listed_objects("Services and Endpoints", &state.mirrors)?;
+    let mut lines = Vec::new();
+    for federated in mirrors {
+        for member in &federated.members {
+            let cluster = member.rsplit_once('@').map_or("", |(_, cluster)| cluster);
+            if links.iter().all(|link| link.cluster != cluster) {
+                lines.push(format!("{}/{}: {member}", federated.namespace, federated.name));
+            }
+        }
+    }
+    fail_unless_empty(lines, |lines| {
+        warning(
+            listing("members of clusters without a Link:", lines),
+            "kubectl logs -n linkerd-multicluster deploy/linkerd-local-service-mirror (it removes them after a minute), or link the \
+             cluster again",
+        )
+    })
+}
+
 /// Warns of routes by which requests from another cluster are sent on to another cluster. If that one has such a route, too, they
 /// loop.
 fn routes_have_no_mirrors(state: &MulticlusterState) -> CheckResult {
@@ -362,7 +436,7 @@ fn proxies_are_ready(state: &MulticlusterState) -> CheckResult {
 }
 
 /// Returns the listed objects, or a warning if they could not be listed.
-fn listed_or_unknown<'a>(kinds: &str, found: &'a Result<Vec<String>, String>) -> Result<&'a [String], Problem> {
+fn listed_or_unknown<'a, T>(kinds: &str, found: &'a Result<Vec<T>, String>) -> Result<&'a [T], Problem> {
     found.as_deref().map_err(|cause| {
         warning(
             format!("unknown: {cause}"),
@@ -410,288 +484,3 @@ In the cluster that uses Services of others:
 
   tulle multicluster check
   tulle multicluster check -o short --wait 0";
-
-#[cfg(test)]
-mod tests {
-    use serde_json::Value;
-
-    use super::super::check_state::{Controller, MirrorService, Target};
-    use super::super::gateways::Probes;
-    use super::*;
-
-    fn link(name: &str) -> LinkState {
-        LinkState {
-            name: name.to_owned(),
-            cluster: name.to_owned(),
-            created_by: Some(format!("tulle/cli {}", env!("CARGO_PKG_VERSION"))),
-            has_gateway: true,
-            target: Ok(Target {
-                anchors: Ok(vec![vec![1]]),
-                token_expiry: None,
-            }),
-            discovery_secret: Ok(()),
-            permissions: Ok(()),
-            gateway: Ok(()),
-        }
-    }
-
-    fn healthy() -> MulticlusterState {
-        MulticlusterState {
-            namespace: Ok(Some("linkerd-multicluster".to_owned())),
-            links: Ok(vec![link("east")]),
-            anchors: Ok(vec![vec![1], vec![2]]),
-            controllers: Ok(vec![Controller {
-                name: "controller-east".to_owned(),
-                link_name: "east".to_owned(),
-                available: 1,
-                is_legacy: false,
-            }]),
-            mirrors: Ok(vec![MirrorService {
-                namespace: "shop".to_owned(),
-                name: "web-east".to_owned(),
-                cluster: Some("east".to_owned()),
-                needs_endpoints: true,
-                has_endpoints: true,
-            }]),
-            unready_proxies: Ok(Vec::new()),
-            routes_to_mirrors: Ok(Vec::new()),
-        }
-    }
-
-    fn problems(state: &MulticlusterState) -> Vec<String> {
-        let checks = report(state).checks.into_iter();
-        checks.filter_map(|check| check.error).collect()
-    }
-
-    #[test]
-    fn a_healthy_link_has_no_problem() {
-        assert_eq!(problems(&healthy()), Vec::<String>::new());
-        assert!(!has_retryable_failure(&report(&healthy())));
-        let unused = MulticlusterState {
-            links: Ok(Vec::new()),
-            controllers: Ok(Vec::new()),
-            mirrors: Ok(Vec::new()),
-            ..healthy()
-        };
-        assert_eq!(problems(&unused), Vec::<String>::new());
-    }
-
-    fn with_link(change: fn(&mut LinkState)) -> MulticlusterState {
-        let mut state = healthy();
-        state.links.as_mut().unwrap().iter_mut().for_each(change);
-        state
-    }
-
-    fn with_state(change: fn(&mut MulticlusterState)) -> MulticlusterState {
-        let mut state = healthy();
-        change(&mut state);
-        state
-    }
-
-    /// A state with one problem, the check that finds it, its result, and a part of its text.
-    type ProblemRow = (MulticlusterState, &'static str, report::Outcome, &'static str);
-
-    /// Checks that in each state, the named check alone has a problem, and that it is in the JSON of the report.
-    fn check_problems(rows: impl IntoIterator<Item = ProblemRow>) {
-        for (state, description, result, expected) in rows {
-            let report = report(&state);
-            let found: Vec<_> = report
-                .checks
-                .iter()
-                .filter(|check| check.result != report::Outcome::Success)
-                .collect();
-            let [check] = found[..] else {
-                panic!("{description}: {found:?}")
-            };
-            assert_eq!((check.description, check.result), (description, result));
-            let text = check.error.clone().unwrap();
-            assert!(text.contains(expected), "{expected} is not in {text:?}");
-
-            let n_checks = report.checks.len();
-            let position = report.checks.iter().position(|check| check.description == description);
-            let is_success = result == report::Outcome::Warning;
-            let json: Value = serde_json::from_str(&report::json(&[report]).unwrap()).unwrap();
-            // The exit code depends on it, too.
-            assert_eq!(json["success"], is_success, "{description}");
-            let category = &json["categories"][0];
-            assert_eq!(category["categoryName"], "linkerd-multicluster");
-            assert_eq!(category["checks"].as_array().unwrap().len(), n_checks);
-            let check = &category["checks"][position.unwrap()];
-            assert_eq!(check["description"], description);
-            assert_eq!(check["result"], if is_success { "warning" } else { "error" });
-            assert_eq!(check["error"], text);
-            assert!(check["hint"].as_str().is_some_and(|hint| !hint.is_empty()), "{check}");
-        }
-    }
-
-    #[test]
-    fn each_problem_of_a_link_is_found() {
-        check_problems([
-            (
-                with_state(|state| {
-                    let second = LinkState {
-                        cluster: "east".to_owned(),
-                        ..link("e2")
-                    };
-                    state.links.as_mut().unwrap().push(second);
-                    let mut controller = healthy().controllers.unwrap().remove(0);
-                    controller.link_name = "e2".to_owned();
-                    state.controllers.as_mut().unwrap().push(controller);
-                }),
-                "Link resources are valid",
-                report::Outcome::Error,
-                "east: east, e2",
-            ),
-            (
-                with_link(|link| link.created_by = Some("tulle/cli 0.0.1".to_owned())),
-                "Link and CLI versions match",
-                report::Outcome::Warning,
-                "created by tulle/cli 0.0.1",
-            ),
-            (
-                with_link(|link| link.target = Err("it is away".to_owned())),
-                "remote cluster access credentials are valid",
-                report::Outcome::Error,
-                "east: it is away",
-            ),
-            (
-                with_link(|link| {
-                    let target = link.target.as_mut().unwrap();
-                    target.token_expiry = Some("2026-11-21T12:00:00Z".to_owned());
-                }),
-                "remote cluster access credentials do not expire soon",
-                report::Outcome::Warning,
-                "east: the token expires at 2026-11-21T12:00:00Z",
-            ),
-            (
-                with_link(|link| link.discovery_secret = Err("no label".to_owned())),
-                "the destination service has the credentials of linked clusters",
-                report::Outcome::Warning,
-                "east: no label",
-            ),
-            (
-                with_state(|state| state.anchors = Ok(vec![vec![9]])),
-                "clusters share trust anchors",
-                report::Outcome::Error,
-                "east: no trust anchor in common",
-            ),
-            (
-                with_link(|link| link.permissions = Err("there is no Role r".to_owned())),
-                "service mirror controller has required permissions",
-                report::Outcome::Error,
-                "east: there is no Role r",
-            ),
-            (
-                with_link(|link| link.gateway = Err("it does not respond".to_owned())),
-                GATEWAYS_REACHABLE,
-                report::Outcome::Error,
-                "east: it does not respond",
-            ),
-        ]);
-    }
-
-    #[test]
-    fn each_problem_of_the_extension_and_of_mirrors_is_found() {
-        check_problems([
-            (
-                with_state(|state| state.namespace = Ok(None)),
-                EXTENSION_INSTALLED,
-                report::Outcome::Error,
-                "no namespace has the label",
-            ),
-            (
-                with_state(|state| state.controllers = Ok(Vec::new())),
-                CONTROLLERS_RUNNING,
-                report::Outcome::Error,
-                "east: there is no controller",
-            ),
-            (
-                with_state(|state| state.controllers.as_mut().unwrap()[0].available = 0),
-                CONTROLLERS_RUNNING,
-                report::Outcome::Error,
-                "has no available pod",
-            ),
-            (
-                with_state(|state| state.controllers.as_mut().unwrap()[0].is_legacy = true),
-                "extension is managing controllers",
-                report::Outcome::Warning,
-                "east: Deployment controller-east",
-            ),
-            (
-                with_state(|state| state.mirrors.as_mut().unwrap()[0].has_endpoints = false),
-                "all mirror services have endpoints",
-                report::Outcome::Error,
-                "shop/web-east",
-            ),
-            (
-                with_state(|state| state.mirrors.as_mut().unwrap()[0].cluster = Some("gone".to_owned())),
-                "all mirror services are part of a Link",
-                report::Outcome::Warning,
-                "shop/web-east of gone",
-            ),
-            (
-                with_state(|state| state.routes_to_mirrors = Ok(vec!["HTTPRoute shop/split".to_owned()])),
-                "routes of exported services have no mirror services as backends",
-                report::Outcome::Warning,
-                "HTTPRoute shop/split",
-            ),
-            (
-                with_state(|state| state.unready_proxies = Ok(vec!["linkerd-multicluster/gateway".to_owned()])),
-                PROXIES_HEALTHY,
-                report::Outcome::Warning,
-                "linkerd-multicluster/gateway",
-            ),
-        ]);
-    }
-
-    #[test]
-    fn what_cannot_be_listed_is_reported_with_the_cause() {
-        let state = with_state(|state| {
-            state.controllers = Err("controllers are forbidden".to_owned());
-            state.mirrors = Err("mirrors are forbidden".to_owned());
-            state.routes_to_mirrors = Err("routes are forbidden".to_owned());
-            state.unready_proxies = Err("pods are forbidden".to_owned());
-        });
-        let found = problems(&state).join("\n");
-        for expected in [
-            "listing Deployments: controllers are forbidden",
-            "listing Services and Endpoints: mirrors are forbidden",
-            "unknown: routes are forbidden",
-            "unknown: pods are forbidden",
-        ] {
-            assert!(found.contains(expected), "{expected} is not in {found:?}");
-        }
-        let absent = problems(&with_state(|state| {
-            state.links = Err("the kind is not installed".to_owned())
-        }));
-        assert_eq!(absent[0], "Links cannot be listed: the kind is not installed");
-    }
-
-    #[test]
-    fn problems_that_can_end_are_checked_again() {
-        for (state, expected) in [
-            (with_state(|state| state.controllers = Ok(Vec::new())), true),
-            (with_link(|link| link.gateway = Err("no".to_owned())), true),
-            (
-                with_state(|state| state.unready_proxies = Ok(vec!["gateway".to_owned()])),
-                true,
-            ),
-            (with_link(|link| link.target = Err("it is away".to_owned())), false),
-            (with_link(|link| link.created_by = None), false),
-        ] {
-            let found = has_retryable_failure(&report(&state));
-            assert_eq!(found, expected, "{:?}", problems(&state));
-        }
-    }
-
-    #[test]
-    fn the_problem_of_a_gateway_is_why_the_metrics_of_its_controller_are_not_read() {
-        let mut probes = Probes::default();
-        let cause = "getting /metrics from port 9999 of pod a/b: no response within 10s";
-        probes.failures.insert("east".to_owned(), cause.to_owned());
-        let mut state = healthy();
-        state.links.as_mut().unwrap()[0].gateway = probes.check("east", "east");
-        let found = problems(&state).join("\n");
-        assert!(found.contains(&format!("east: {cause}")), "{found}");
-    }
-}

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context as _, anyhow, ensure};
+use anyhow::{Context as _, anyhow, bail, ensure};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::authorization::v1::{ResourceAttributes, SelfSubjectAccessReview, SelfSubjectAccessReviewSpec};
 use k8s_openapi::api::core::v1::{ConfigMap, Endpoints, Pod, Secret, Service};
@@ -15,7 +15,9 @@ use tulle_control::kubernetes::{connect, remote_credentials};
 use tulle_control::resources::meta::NamespacedName;
 use tulle_core::names::{annotation, label};
 
-use super::extension::{self, CONTROLLER_SELECTOR, EXTENSION_SELECTOR, links, target_cluster};
+use super::extension::{
+    self, CONTROLLER_SELECTOR, CREDENTIALS_SECRET_TYPE, EXTENSION_SELECTOR, LegacyController, links, target_cluster,
+};
 use super::gateways::{self, Probes};
 use super::{check_permissions, check_routes};
 use crate::certificates::Certificate;
@@ -31,6 +33,8 @@ pub(super) struct MulticlusterState {
     pub(super) anchors: Result<Vec<Vec<u8>>, String>,
     pub(super) controllers: Result<Vec<Controller>, String>,
     pub(super) mirrors: Result<Vec<MirrorService>, String>,
+    /// The Secrets with the label of a linked cluster in the namespace of the control plane.
+    pub(super) discovery_secrets: Result<Vec<DiscoverySecret>, String>,
     /// The pods of the extension without a proxy that is ready.
     pub(super) unready_proxies: Result<Vec<String>, String>,
     /// The routes of exported Services that have mirrors as backends.
@@ -38,6 +42,7 @@ pub(super) struct MulticlusterState {
 }
 
 pub(super) struct LinkState {
+    pub(super) namespace: String,
     pub(super) name: String,
     pub(super) cluster: String,
     pub(super) created_by: Option<String>,
@@ -48,6 +53,8 @@ pub(super) struct LinkState {
     pub(super) discovery_secret: Result<(), String>,
     /// Whether the objects that give its controller permissions exist.
     pub(super) permissions: Result<(), String>,
+    /// Whether the Service through which its controller probes the gateway has the port for it.
+    pub(super) probe_service: Result<(), String>,
     /// Whether the gateway responds to probes. The reason if this is not known.
     pub(super) gateway: Result<(), String>,
 }
@@ -56,6 +63,11 @@ pub(super) struct Target {
     pub(super) anchors: Result<Vec<Vec<u8>>, String>,
     /// The time at which the token of the Link expires, if that is soon.
     pub(super) token_expiry: Option<String>,
+}
+
+pub(super) struct DiscoverySecret {
+    pub(super) name: String,
+    pub(super) cluster: String,
 }
 
 /// The Deployment of a service mirror.
@@ -72,6 +84,8 @@ pub(super) struct MirrorService {
     pub(super) name: String,
     /// `None` for federated Services.
     pub(super) cluster: Option<String>,
+    /// The members of a federated Service in other clusters, as `<service>@<cluster>`.
+    pub(super) members: Vec<String>,
     /// Whether its addresses are those of an Endpoints object in this cluster. For other mirrors, the destination service reads the
     /// addresses from the linked cluster.
     pub(super) needs_endpoints: bool,
@@ -114,6 +128,7 @@ pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> MulticlusterSt
             .map_err(|error| format!("{error:#}")),
         controllers: controllers(cluster).await.map_err(|error| reason(&error)),
         mirrors,
+        discovery_secrets: discovery_secrets(cluster).await.map_err(|error| reason(&error)),
         unready_proxies: unready_proxies.map_err(|error| reason(&error)),
         routes_to_mirrors: routes_to_mirrors.map_err(|error| format!("{error:#}")),
     }
@@ -138,8 +153,10 @@ async fn read_link_state(
     };
     let namespace = link.namespace().unwrap_or_default();
     let permissions = Box::pin(check_permissions::check(cluster, &name, &namespace)).await;
+    let probe_service = Box::pin(check_probe_service(cluster, &name, &namespace)).await;
     LinkState {
         permissions: permissions.map_err(|error| format!("{error:#}")),
+        probe_service: probe_service.map_err(|error| format!("{error:#}")),
         has_gateway: link.data["spec"]["gatewayAddress"]
             .as_str()
             .is_some_and(|address| !address.is_empty()),
@@ -148,6 +165,7 @@ async fn read_link_state(
             .await
             .map_err(|error| format!("{error:#}")),
         cluster: target_name,
+        namespace,
         name,
         target,
         gateway,
@@ -226,6 +244,41 @@ async fn check_discovery_secret(cluster: &Cluster, target: &str) -> anyhow::Resu
     let secret = read_secret(cluster, namespace, &name).await?;
     let read = remote_credentials::read_linked_cluster(&secret, target).await;
     read.map(drop).with_context(|| format!("Secret {namespace}/{name}"))
+}
+
+async fn discovery_secrets(cluster: &Cluster) -> Result<Vec<DiscoverySecret>, kube::Error> {
+    let api: Api<Secret> = Api::namespaced(cluster.client.clone(), &cluster.control_plane_namespace);
+    let labelled = ListParams::default()
+        .labels(label::CREDENTIALS_OF_CLUSTER)
+        .fields(&format!("type={CREDENTIALS_SECRET_TYPE}"));
+    let secrets = cluster.list(&api, &labelled).await?;
+    let described = secrets.iter().map(|secret| {
+        let target = secret.labels().get(label::CREDENTIALS_OF_CLUSTER);
+        DiscoverySecret {
+            cluster: target.cloned().unwrap_or_default(),
+            name: secret.name_any(),
+        }
+    });
+    Ok(described.collect())
+}
+
+/// Fails if the controller of a Link has no Service through which it probes the gateway, or if this has no port for it. The number
+/// of the port may differ from that of the gateway, because it is mapped to that in the endpoints of the Service.
+async fn check_probe_service(cluster: &Cluster, link: &str, namespace: &str) -> anyhow::Result<()> {
+    let api: Api<Service> = Api::namespaced(cluster.client.clone(), namespace);
+    let of_chart = format!("probe-{link}");
+    let of_legacy = LegacyController::new(link).probe_service;
+    for name in [&of_chart, &of_legacy] {
+        let service = api.get_opt(name).await;
+        let service = service.map_err(|error| anyhow!("reading Service {namespace}/{name}: {}", reason(&error)))?;
+        if let Some(service) = service {
+            let mut ports = service.spec.iter().flat_map(|spec| spec.ports.iter().flatten());
+            let has_port = ports.any(|port| port.name.as_deref() == Some(PROBE_PORT_NAME));
+            ensure!(has_port, "the Service {namespace}/{name} has no port {PROBE_PORT_NAME}");
+            return Ok(());
+        }
+    }
+    bail!("there is no Service {namespace}/{of_chart}")
 }
 
 async fn read_secret(cluster: &Cluster, namespace: &str, name: &str) -> anyhow::Result<Secret> {
@@ -333,10 +386,13 @@ async fn mirrors(cluster: &Cluster) -> Result<Vec<MirrorService>, kube::Error> {
             .iter()
             .any(|key| service.annotations().contains_key(*key))
             || service.labels().contains_key(label::REMOTE_DISCOVERY);
+        let members = service.annotations().get(annotation::REMOTE_DISCOVERY);
+        let members = members.map_or("", String::as_str).split(',').map(str::trim);
         MirrorService {
             namespace: service.namespace().unwrap_or_default(),
             name: service.name_any(),
             cluster: service.labels().get(label::MIRRORED_CLUSTER).cloned(),
+            members: members.filter(|member| !member.is_empty()).map(str::to_owned).collect(),
             needs_endpoints: !is_discovered,
             has_endpoints: with_addresses.contains(&(service.namespace(), service.name_any())),
         }
@@ -353,6 +409,8 @@ fn has_addresses(endpoints: &Endpoints) -> bool {
     })
 }
 
+/// The name of the port through which gateways are probed.
+const PROBE_PORT_NAME: &str = "mc-probe";
 /// The ConfigMap with the trust anchors of the identity service, and the key of the bundle in it.
 const TRUST_ROOTS_CONFIG_MAP: &str = "linkerd-identity-trust-roots";
 const TRUST_ROOTS_KEY: &str = "ca-bundle.crt";
@@ -364,7 +422,7 @@ mod tests {
 
     use http::{Request, Response};
     use kube::client::Body;
-    use serde_json::json;
+    use serde_json::{Value, json};
     use tulle_control::trust;
 
     use super::*;
@@ -389,16 +447,63 @@ mod tests {
                     json!({ "apiVersion": "v1", "kind": "Status", "code": code, "reason": reason, "message": reason }),
                 ),
             };
-            let body = Body::from(body.to_string().into_bytes());
-            let response = Response::builder().status(code).body(body).unwrap();
-            future::ready(Ok::<_, Infallible>(response))
+            future::ready(Ok::<_, Infallible>(response(code, &body)))
         });
-        let cluster = Cluster {
-            client: kube::Client::new(service, "default"),
+        control_plane_anchors(&cluster(kube::Client::new(service, "default"))).await
+    }
+
+    fn response(code: u16, body: &Value) -> Response<Body> {
+        let body = Body::from(body.to_string().into_bytes());
+        Response::builder().status(code).body(body).unwrap()
+    }
+
+    fn cluster(client: kube::Client) -> Cluster {
+        Cluster {
+            client,
             control_plane_namespace: "linkerd".to_owned(),
             namespace: "default".to_owned(),
-        };
-        control_plane_anchors(&cluster).await
+        }
+    }
+
+    /// Checks how the controller of the Link `east` probes its gateway, in a cluster with one Service, which has one port.
+    async fn check_probes(service: &'static str, port: &'static str) -> Result<(), String> {
+        let api = tower::service_fn(move |req: Request<Body>| {
+            let is_found = req.uri().path().rsplit('/').next() == Some(service);
+            let (code, body) = match is_found {
+                true => (
+                    200,
+                    json!({
+                        "apiVersion": "v1", "kind": "Service", "metadata": {"name": service},
+                        "spec": {"ports": [{"name": port, "port": 1}]},
+                    }),
+                ),
+                false => (
+                    404,
+                    json!({"apiVersion": "v1", "kind": "Status", "code": 404, "reason": "NotFound", "message": "not found"}),
+                ),
+            };
+            future::ready(Ok::<_, Infallible>(response(code, &body)))
+        });
+        let cluster = cluster(kube::Client::new(api, "default"));
+        let checked = check_probe_service(&cluster, "east", "mesh").await;
+        checked.map_err(|error| error.to_string())
+    }
+
+    #[tokio::test]
+    async fn the_probe_service_of_a_link_has_the_port_for_probes() {
+        for (service, port, expected) in [
+            ("probe-east", "mc-probe", Ok(())),
+            ("probe-gateway-east", "mc-probe", Ok(())),
+            (
+                "probe-east",
+                "http",
+                Err("the Service mesh/probe-east has no port mc-probe"),
+            ),
+            ("probe-north", "mc-probe", Err("there is no Service mesh/probe-east")),
+        ] {
+            let found = check_probes(service, port).await;
+            assert_eq!(found, expected.map_err(str::to_owned), "{service}, {port}");
+        }
     }
 
     #[test]

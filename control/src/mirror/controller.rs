@@ -1,5 +1,8 @@
 //! Mirrors the exported Services of a linked cluster while this process is the leader.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::{BTreeSet, HashMap};
 use std::convert::Infallible;
 use std::mem;
@@ -24,7 +27,7 @@ use super::config::{Config, Scope};
 use super::gateway::{self, GatewayChannels, ProbeTarget, cluster_label};
 use super::link::{ExportSelector, Link, LinkError};
 use super::metrics::{ClusterSeries, Metrics, ZeroOnDrop};
-use super::plan::federated::clusters_without_link;
+use super::plan::federated::{clusters_without_link, members_without_ports};
 use super::plan::inputs::{
     Exporter, ExportingCluster, GatewayState, Inputs, LinkAge, Linked, LocalCluster, Plan, Rejection,
 };
@@ -382,7 +385,7 @@ impl Controller {
                 // While a watch fails, mirrors follow the gateway, but what is known of the Services of the other cluster can be outdated.
                 if is_readable {
                     state.rejections.record(&remote.events, &planned, &exporting);
-                    let status = link_status(planned, &state);
+                    let status = link_status(planned, &exporting, &local_cluster, &state);
                     let next = self.write_status(local, link, &status, &mut state).await;
                     retry_at = retry_at.min(next.unwrap_or(retry_at));
                 }
@@ -623,8 +626,9 @@ impl PlanState {
 }
 
 /// The status of the Link: the planned outcome of each Service, or the cause if its step has failed.
-fn link_status(planned: Plan, state: &PlanState) -> LinkStatus {
+fn link_status(planned: Plan, exporting: &ExportingCluster, local: &LocalCluster, state: &PlanState) -> LinkStatus {
     let mut status = LinkStatus {
+        missing_ports: members_without_ports(&planned, exporting, local),
         mirrors: planned.mirrors,
         federated: planned.federated,
     };

@@ -1,5 +1,7 @@
 //! The status of a Link. It lists for each exported Service its mirror, or the reason why there is none.
 
+use std::collections::HashMap;
+
 use kube::api::{Api, DynamicObject, Patch, PatchParams};
 use serde_json::{Value, json};
 
@@ -11,6 +13,8 @@ use crate::resources::meta::NamespacedName;
 pub(super) struct LinkStatus {
     pub(super) mirrors: Vec<MirrorStatus>,
     pub(super) federated: Vec<MirrorStatus>,
+    /// The messages of members of federated Services that lack some of the ports, by the exported Service.
+    pub(super) missing_ports: HashMap<NamespacedName, String>,
 }
 
 /// Returns the body of the patch that updates the status of a Link, or `None` if the status is up to date. The entries of other
@@ -18,7 +22,10 @@ pub(super) struct LinkStatus {
 pub(super) fn patch(link: &DynamicObject, status: &LinkStatus, now: &str) -> Option<Value> {
     let lists = [(MIRRORS, &status.mirrors), (FEDERATED, &status.federated)].map(|(field, entries)| {
         let before = status_entries(link, field);
-        let ours = entries.iter().map(|entry| json_entry(entry, &before, now));
+        let ours = entries.iter().map(|entry| {
+            let message = status.missing_ports.get(&entry.exported).map(String::as_str);
+            json_entry(entry, message.filter(|_| field == FEDERATED), &before, now)
+        });
         let others = before.iter().filter(|entry| !is_ours(entry)).cloned();
         (field, ours.chain(others).collect::<Vec<_>>())
     });
@@ -74,9 +81,10 @@ fn is_ours(entry: &Value) -> bool {
     entry["controllerName"] == CONTROLLER_NAME
 }
 
-fn json_entry(entry: &MirrorStatus, before: &[Value], now: &str) -> Value {
+/// `message` is that of an entry with a local Service.
+fn json_entry(entry: &MirrorStatus, message: Option<&str>, before: &[Value], now: &str) -> Value {
     let (status, reason, message) = match &entry.mirror {
-        Ok(_) => ("True", "Mirrored", String::new()),
+        Ok(_) => ("True", "Mirrored", message.unwrap_or_default().to_owned()),
         Err(rejection) => ("False", reason(rejection), rejection.to_string()),
     };
     let remote = reference(&entry.exported);
@@ -135,7 +143,7 @@ mod tests {
         };
         LinkStatus {
             mirrors: vec![entry],
-            federated: Vec::new(),
+            ..LinkStatus::default()
         }
     }
 
@@ -165,6 +173,25 @@ mod tests {
         let failed = web(Err(Rejection::Failed("refused".to_owned())));
         let third = applied(patch(&link(&second), &failed, "3"));
         assert_eq!(third[MIRRORS][0]["conditions"][0]["lastTransitionTime"], "2");
+    }
+
+    #[test]
+    fn a_member_that_lacks_ports_has_a_message_and_stays_a_member() {
+        let web = web(Ok(()));
+        let mut joined = LinkStatus {
+            federated: web.mirrors.clone(),
+            ..web
+        };
+        let first = applied(patch(&link(&Value::Null), &joined, "1"));
+        let name = joined.federated[0].exported.clone();
+        joined.missing_ports.insert(name, "81".to_owned());
+        let second = applied(patch(&link(&first), &joined, "2"));
+        let expected = json!({
+            "type": "Mirrored", "status": "True", "reason": "Mirrored", "message": "81", "lastTransitionTime": "1",
+            "localRef": {"group": "core", "kind": "Service", "name": "web-east", "namespace": "shop"},
+        });
+        assert_eq!(second[FEDERATED][0]["conditions"], json!([expected]));
+        assert_eq!(second[MIRRORS], first[MIRRORS]);
     }
 
     #[test]

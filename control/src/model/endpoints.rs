@@ -14,6 +14,8 @@ pub struct Endpoints {
     pub endpoints: Box<[Arc<Endpoint>]>,
     /// Whether all endpoints are terminating. They are used while there are no others.
     pub are_terminating: bool,
+    /// Whether the Service lists the port. For a federated Service, this is the federated Service, not its local member.
+    pub is_port_listed: bool,
     /// Set if the Service has endpoints in other clusters. `endpoints` then has only the endpoints of its local member.
     pub remote: Option<Arc<RemoteDiscovery>>,
 }

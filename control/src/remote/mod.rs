@@ -150,3 +150,67 @@ const UNLINK_DELAY: Duration = Duration::from_secs(60);
 /// Maximum number of clusters that are watched. More clusters would need too many requests to the local API server, and
 /// can only be a mistake or an attack.
 const MAX_WATCHED_CLUSTERS: usize = 200;
+
+#[cfg(test)]
+mod tests {
+    use http::{Request, Response};
+    use kube::client::Body;
+    use serde_json::json;
+    use tokio::time::sleep;
+    use tulle_core::drain;
+
+    use super::*;
+    use crate::cluster::{Cluster, Config};
+    use crate::resources::event::{Event, EventSink};
+    use crate::resources::{Kind, decode};
+
+    /// Returns a client whose requests get no response. Each open request has a clone of `open`.
+    fn silent_client(open: Arc<()>) -> Client {
+        let service = tower::service_fn(move |_: Request<Body>| {
+            let open = open.clone();
+            async move {
+                let _open = open;
+                std::future::pending::<Result<Response<Body>, Infallible>>().await
+            }
+        });
+        Client::new(service, "default")
+    }
+
+    /// A federated Service with these members.
+    fn service(members: &str) -> Event {
+        let annotations = json!({"multicluster.linkerd.io/remote-discovery": members});
+        let metadata = json!({"name": "web-federated", "namespace": "shop", "annotations": annotations});
+        Event::Applied(decode(Kind::Service, &json!({"metadata": metadata, "spec": {}})).unwrap())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_cluster_is_watched_until_ten_minutes_after_its_last_reference() {
+        let registry = Registry::new();
+        let (_signal, drain) = drain::channel();
+        let clusters = AllClusters::from(Cluster::new(Config::default(), &registry));
+        let (sink, references) = ReferencedClusters::from_events(EventSink::new(|_| {}));
+        let open = Arc::new(());
+        let client = silent_client(open.clone());
+        let n_clones = Arc::strong_count(&open);
+        let watches = RemoteWatches::new(client, clusters, registry, drain);
+        let _running = tokio::spawn(watches.run(references));
+        // The clock is paused, so these are not waits: all tasks run until nothing is left to do before the time passes.
+        let n_requests_after = async |seconds: u64| {
+            sleep(Duration::from_secs(seconds)).await;
+            Arc::strong_count(&open) - n_clones
+        };
+        assert_eq!(n_requests_after(1).await, 0, "no Service refers to a cluster");
+        sink.apply(vec![service("web@east")]);
+        assert_eq!(n_requests_after(1).await, 1);
+        sink.apply(vec![service("")]);
+        assert_eq!(n_requests_after(598).await, 1);
+        // A new reference ends the period.
+        sink.apply(vec![service("web@east")]);
+        assert_eq!(n_requests_after(598).await, 1);
+        sink.apply(vec![service("")]);
+        assert_eq!(n_requests_after(598).await, 1);
+        assert_eq!(n_requests_after(3).await, 0);
+        sink.apply(vec![service("web@east")]);
+        assert_eq!(n_requests_after(1).await, 1, "it is watched again");
+    }
+}

@@ -384,6 +384,10 @@ const LINKED_CLUSTERS: Differences = Differences {
         ("get empty-east.shop.svc.cluster.local:80", NOTIFIED),
         ("get absent-east.shop.svc.cluster.local:80", NOTIFIED),
         ("get none-federated.shop.svc.cluster.local:80", NOTIFIED),
+        (
+            "get all-federated.shop.svc.cluster.local:81",
+            "a member that lacks the port has no endpoints for it; Linkerd uses the number of the port at its pods",
+        ),
     ],
 };
 const NOTIFIED: &str = "clients are notified immediately that there are no endpoints, and fail fast";

@@ -334,6 +334,47 @@ async fn a_federated_service_has_the_endpoints_of_all_members() {
     assert_eq!(next_summary(&mut stream).await, "0");
 }
 
+/// `yaml` with a second port of the Services, whose number is 81.
+fn with_second_port(yaml: &str) -> String {
+    let yaml = yaml.replace("port: 80}]", "port: 80}, {name: more, port: 81}]");
+    yaml.replace(
+        "targetPort: 8080}]",
+        "targetPort: 8080}, {name: more, port: 81, targetPort: 8081}]",
+    )
+}
+
+#[tokio::test]
+async fn a_member_that_lacks_a_port_of_the_federated_service_has_no_endpoints_for_it() {
+    let members = federation(
+        "multicluster.linkerd.io/local-discovery: app, multicluster.linkerd.io/remote-discovery: 'app@north,app@east'",
+    );
+    let federated = with_second_port(&service("web", &members));
+    let local = exported("app", &["10.1.0.1"]).replace("Policy: Local", "Policy: Cluster");
+    let mesh = mesh(&(federated.clone() + &with_second_port(&local))).await;
+    let north = link(&mesh, "north", &exported("app", &["10.2.0.1"])).await;
+    let _east = link(&mesh, "east", &with_second_port(&exported("app", &["10.3.0.1"]))).await;
+    let mut first_port = mesh.get(WEB).await.unwrap();
+    assert_eq!(
+        next_summary(&mut first_port).await,
+        "+10.1.0.1:8080,10.2.0.1:8080,10.3.0.1:8080"
+    );
+    let mut second_port = mesh.get("web.shop.svc.cluster.local:81").await.unwrap();
+    assert_eq!(next_summary(&mut second_port).await, "+10.1.0.1:8081,10.3.0.1:8081");
+    // The number of a port that the federated Service lacks, too, is used unchanged, as with other Services.
+    let mut unlisted = mesh.get("web.shop.svc.cluster.local:82").await.unwrap();
+    assert_eq!(
+        next_summary(&mut unlisted).await,
+        "+10.1.0.1:82,10.2.0.1:82,10.3.0.1:82"
+    );
+    // Members get the port, or lose it, while the stream is open.
+    north
+        .manifests
+        .write("mesh.yaml", &with_second_port(&exported("app", &["10.2.0.1"])));
+    assert_eq!(next_summary(&mut second_port).await, "+10.2.0.1:8081");
+    mesh.manifests.write("mesh.yaml", &(federated + &local));
+    assert_eq!(next_summary(&mut second_port).await, "-10.1.0.1:8081");
+}
+
 #[tokio::test]
 async fn an_address_of_two_members_is_that_of_the_first() {
     let members = federation("multicluster.linkerd.io/remote-discovery: 'app@north,app@east'");
@@ -524,4 +565,25 @@ async fn streams_of_one_service_share_a_union_that_ends_with_the_last() {
     assert_eq!(subscribers(), Some(1));
     drop(streams);
     eventually(|| subscribers().unwrap_or_default() == 0).await;
+}
+
+/// Messages for a slow client are not queued. Otherwise, a burst of changes in another cluster would need memory for each client.
+#[tokio::test]
+async fn a_client_that_does_not_read_during_a_burst_of_changes_gets_one_difference() {
+    let mesh = mesh(&service("web", &mirror_of("east", "app"))).await;
+    let east = link(&mesh, "east", &exported("app", &["10.2.0.0"])).await;
+    let mut client = mesh.destination(destination::config::Config::default());
+    let mut fast = with_timeout(client.get(target(WEB, ""))).await.unwrap().into_inner();
+    let mut slow = with_timeout(client.get(target(WEB, ""))).await.unwrap().into_inner();
+    for stream in [&mut fast, &mut slow] {
+        assert_eq!(next_summary(stream).await, "+10.2.0.0:8080");
+    }
+    for n in 1..=10 {
+        let ip = format!("10.2.0.{n}");
+        east.manifests.write("mesh.yaml", &exported("app", &[&ip]));
+        assert_eq!(next_summary(&mut fast).await, format!("+{ip}:8080"));
+        assert_eq!(next_summary(&mut fast).await, format!("-10.2.0.{}:8080", n - 1));
+    }
+    assert_eq!(next_summary(&mut slow).await, "+10.2.0.10:8080");
+    assert_eq!(next_summary(&mut slow).await, "-10.2.0.0:8080");
 }

@@ -50,6 +50,7 @@ impl View for EndpointsView {
             };
         }
         let remote = remote_discovery::discovery(service).map(Arc::new);
+        let is_port_listed = service.port(key.port).is_some();
         match remote.as_deref() {
             None => local_endpoints(reader, config, service, key),
             Some(RemoteDiscovery::Federated(FederatedMembers { local: Some(name), .. })) => {
@@ -57,14 +58,25 @@ impl View for EndpointsView {
                 let member = reader
                     .service(&name)
                     .filter(|member| member.kind != ServiceKind::ExternalName);
-                let endpoints = member.map(|member| local_endpoints(reader, config, member, key));
+                let endpoints = match member {
+                    None => Endpoints::default(),
+                    // A member without a port of the federated Service has no endpoints for it. The number of the port means nothing
+                    // to its pods.
+                    Some(member) if is_port_listed && member.port(key.port).is_none() => Endpoints {
+                        existence: Existence::Present,
+                        ..Endpoints::default()
+                    },
+                    Some(member) => local_endpoints(reader, config, member, key),
+                };
                 Endpoints {
+                    is_port_listed,
                     remote,
-                    ..endpoints.unwrap_or_default()
+                    ..endpoints
                 }
             }
             Some(_) => Endpoints {
                 existence: Existence::Present,
+                is_port_listed,
                 remote,
                 ..Endpoints::default()
             },
@@ -144,6 +156,7 @@ fn local_endpoints(reader: &Reader<'_>, config: &Config, service: &Service, key:
         scope,
         endpoints: addresses.into_values().collect(),
         are_terminating,
+        is_port_listed: service.port(key.port).is_some(),
         remote: None,
     }
 }

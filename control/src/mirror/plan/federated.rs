@@ -1,11 +1,13 @@
 //! Plans federated Services: one Service for the Services of the same name in several clusters.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use k8s_openapi::api::core::v1::Service;
 use tulle_core::names::{annotation, label};
 
-use super::inputs::{Exporter, Inputs, Linked, LocalCluster, MirrorStatus, Plan, Rejection, Step, Write};
+use super::inputs::{
+    Exporter, ExportingCluster, Inputs, Linked, LocalCluster, MirrorStatus, Plan, Rejection, Step, Write,
+};
 use super::objects::{
     check_mirror, copied_annotations, copied_labels, differs, has_label, mirror_ports, new_service, object_version,
     rewritten,
@@ -220,6 +222,39 @@ pub(in crate::mirror) fn clusters_without_link(local: &LocalCluster) -> BTreeSet
     clusters
         .filter(|cluster| !local.links.iter().any(|link| link.cluster == *cluster))
         .collect()
+}
+
+/// The members that lack ports of their federated Service, by the name of the member, each with a text for the status. They have no
+/// endpoints for these ports.
+pub(in crate::mirror) fn members_without_ports(
+    planned: &Plan,
+    exporting: &ExportingCluster,
+    local: &LocalCluster,
+) -> HashMap<NamespacedName, String> {
+    let member = |status: &MirrorStatus| {
+        let name = status.mirror.as_ref().ok()?;
+        let planned_write = planned.steps.iter().filter(|step| step.name == *name);
+        let planned_service = planned_write
+            .flat_map(|step| &step.writes)
+            .find_map(|write| match write {
+                Write::PutService(service) => Some(&**service),
+                _ => None,
+            });
+        let federated = planned_service.or_else(|| local.services.get(name).map(|service| &**service))?;
+        let ports = port_numbers(exporting.services.get(&status.exported)?);
+        let missing: Vec<_> = port_numbers(federated).difference(&ports).map(i32::to_string).collect();
+        let text = format!(
+            "the Service lacks ports of {name}, and has no endpoints for them: {}",
+            missing.join(", ")
+        );
+        (!missing.is_empty()).then(|| (status.exported.clone(), text))
+    };
+    planned.federated.iter().filter_map(member).collect()
+}
+
+fn port_numbers(service: &Service) -> BTreeSet<i32> {
+    let ports = service.spec.iter().flat_map(|spec| spec.ports.iter().flatten());
+    ports.map(|port| port.port).collect()
 }
 
 /// The entry for a Service of `inputs.exporter` in the annotations of a federated Service.

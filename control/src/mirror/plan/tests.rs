@@ -1,4 +1,5 @@
 mod members;
+mod pods;
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;

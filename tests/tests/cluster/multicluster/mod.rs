@@ -54,7 +54,11 @@ async fn traffic_through_the_gateway_has_both_identities(linked: &LinkedClusters
     export(linked, "true", GATEWAY_ID).await;
     check_protocols(linked, "web-east").await;
     let client = proxy_metrics(&linked.west, "shop", "app=client").await;
-    let target = ["dst_target_cluster=\"east\"", "dst_target_service=\"web\""];
+    let target = [
+        "dst_target_cluster=\"east\"",
+        "dst_target_service=\"web\"",
+        "tls=\"true\"",
+    ];
     assert_has_series(&client, &[&target[..], &[&label("server_id", GATEWAY_ID)]].concat());
     let gateway = proxy_metrics(&linked.east, NAMESPACE, "app=linkerd-gateway").await;
     assert_has_series(&gateway, &["direction=\"inbound\"", &label("client_id", CLIENT_ID)]);

@@ -206,9 +206,11 @@ async fn check(west: &ApiServer, east: &ApiServer) {
             "√ Link and CLI versions match",
             "√ remote cluster access credentials are valid",
             "√ the destination service has the credentials of linked clusters",
+            "√ each linked cluster has one secret for the destination service",
             "√ clusters share trust anchors",
             "× service mirror controllers are running",
             "east: Deployment controller-east has no available pod",
+            "√ probe services have a port for probes",
             "√ all mirror services have endpoints",
             "√ all mirror services are part of a Link",
         ],
@@ -238,7 +240,7 @@ async fn check(west: &ApiServer, east: &ApiServer) {
     let problems: Vec<_> = problems
         .map(|check| (text(check, "description"), text(check, "result"), text(check, "error")))
         .collect();
-    assert_eq!(checks.len(), 16, "{}", checked.out);
+    assert_eq!(checks.len(), 19, "{}", checked.out);
     assert_eq!(problems.len(), EXPECTED_PROBLEMS.len(), "{problems:?}");
     for ((description, result, error), expected) in problems.iter().zip(EXPECTED_PROBLEMS) {
         assert_eq!((&**description, &**result), (expected.0, expected.1));

@@ -194,6 +194,7 @@ async fn endpoints_of_a_linked_cluster_are_served_while_its_secret_exists() {
         .unwrap();
     assert_eq!(next(&mut stream).await, "-10.2.0.2:8080,10.3.0.1:8080");
     assert_eq!(next(&mut stream).await, "none");
+    assert!(destination.registry.render().contains("cluster_store_size 0\n"));
 
     let refused: Vec<_> = [&west, &east, &moved]
         .iter()

@@ -157,6 +157,8 @@ async fn mirrors_survive_a_burst_of_changes_and_a_revoked_token_and_are_not_writ
     apply(&east, &endpoints("web", &json!([{"ip": "10.1.0.1"}]))).await;
     wait_for_condition(&west, "east", "mirrorServices", ("web", "True", "")).await;
     wait_for_addresses(&west, "web-east", 1).await;
+    let until_expiry = mirror.metric(UNTIL_EXPIRY).unwrap();
+    assert!((1.0..=3600.0).contains(&until_expiry), "{until_expiry}");
     check_new_token(&west, &east, &access).await;
 
     mirror.end().await;
@@ -171,6 +173,8 @@ async fn mirrors_survive_a_burst_of_changes_and_a_revoked_token_and_are_not_writ
     mirror.end().await;
 }
 
+/// The time until the token expires, in seconds. By default, a token is valid for an hour.
+const UNTIL_EXPIRY: &str = "tulle_mirror_credentials_expiry_seconds{target_cluster_name=\"east\"}";
 /// Each of these Services causes a plan of its own. The plans follow each other in less than a second.
 const BURST_SIZE: usize = 15;
 /// How often all mirrors were compared with the exported Services of `east`.

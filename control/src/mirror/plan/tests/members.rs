@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::mem;
 
+use super::super::federated::members_without_ports;
 use super::*;
 
 /// The cluster with the Links and with the federated Service.
@@ -118,4 +119,41 @@ fn when_the_member_with_the_oldest_link_leaves_the_next_oldest_determines_the_me
     federation.assert_federated(Some(["", "web@south", "south"]));
     federation.leave("south");
     federation.assert_federated(None);
+}
+
+#[test]
+fn members_that_lack_ports_of_the_federated_service_are_named() {
+    let member = json!({"mirror.linkerd.io/federated": "member"});
+    let missing = |case: &Case, planned: &Plan| {
+        let members = members_without_ports(planned, &case.exporting, &case.local);
+        let texts: Vec<_> = members
+            .into_iter()
+            .map(|(name, text)| format!("{name}: {text}"))
+            .collect();
+        texts.join("\n")
+    };
+    // The local member determines the ports.
+    let mut east = Case::new().export(member.clone(), json!({}));
+    east.add_local(json!({
+        "metadata": {
+            "name": "web-federated", "namespace": "shop", "labels": {"mirror.linkerd.io/mirrored-service": "true"},
+            "annotations": {"multicluster.linkerd.io/local-discovery": "web"},
+        },
+        "spec": {"ports": [{"name": "http", "port": 80}, {"name": "a", "port": 81}, {"name": "b", "port": 82}]},
+    }));
+    let expected = "shop/web: the Service lacks ports of shop/web-federated, and has no endpoints for them: 81, 82";
+    let planned = east.apply();
+    assert_eq!(east.members(), Some(("web".to_owned(), "web@east".to_owned())));
+    assert_eq!(missing(&east, &planned), expected);
+    assert_eq!(missing(&east, &east.plan()), expected);
+
+    // A member that determines the ports lacks none, also in the plan that changes them.
+    let mut alone = Case::new().export(member.clone(), json!({}));
+    let joined = alone.apply();
+    assert_eq!(missing(&alone, &joined), "");
+    let other_port = json!({"metadata": {"resourceVersion": "8"}, "spec": {"ports": [{"name": "http", "port": 90}]}});
+    alone = alone.export(member, other_port);
+    let changed = alone.plan();
+    assert!(!changed.steps.is_empty());
+    assert_eq!(missing(&alone, &changed), "");
 }

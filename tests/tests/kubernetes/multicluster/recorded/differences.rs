@@ -422,6 +422,37 @@ pub(super) const FEDERATED: &[Difference] = &[
         ],
     },
     Difference {
+        reason: "a member that lacks a port has no endpoints for it, and its status says so",
+        steps: 1..=1,
+        objects: &[(
+            "Link east federatedServices shop/web",
+            &[(
+                "conditions[0].message",
+                r#""the Service lacks ports of shop/web-federated, and has no endpoints for them: 9990""#,
+            )],
+        )],
+    },
+    Difference {
+        reason: "a member that lacks a port has no endpoints for it, and its status says so",
+        steps: 2..=2,
+        objects: &[
+            (
+                "Link east federatedServices shop/web",
+                &[(
+                    "conditions[0].message",
+                    r#""the Service lacks ports of shop/web-federated, and has no endpoints for them: 80, 9990""#,
+                )],
+            ),
+            (
+                "Link north federatedServices shop/web",
+                &[(
+                    "conditions[0].message",
+                    r#""the Service lacks ports of shop/web-federated, and has no endpoints for them: 80, 9990""#,
+                )],
+            ),
+        ],
+    },
+    Difference {
         reason: "the next member determines ports and metadata at once, not after ten minutes",
         steps: 3..=4,
         objects: &[(
