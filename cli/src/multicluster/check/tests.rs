@@ -133,7 +133,7 @@ fn check_problems(rows: impl IntoIterator<Item = ProblemRow>) {
 }
 
 #[test]
-fn each_problem_of_a_link_is_found() {
+fn links_of_equal_clusters_or_names_are_found() {
     check_problems([
         (
             with_state(|state| {
@@ -163,6 +163,12 @@ fn each_problem_of_a_link_is_found() {
             report::Outcome::Error,
             "the Links east in the namespaces linkerd-multicluster, mesh have the same names",
         ),
+    ]);
+}
+
+#[test]
+fn each_problem_of_a_link_is_found() {
+    check_problems([
         (
             with_link(|link| link.created_by = Some("tulle/cli 0.0.1".to_owned())),
             "Link and CLI versions match",
