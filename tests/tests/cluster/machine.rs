@@ -112,11 +112,15 @@ async fn assert_slice_outlives_leader(meshed: &MeshedCluster) {
     let process = find_process("the process of the leader", |read| {
         read("comm").trim() == "tulle-control" && read("environ").contains(&hostname)
     });
-    kill(process.unwrap(), Signal::SIGKILL).unwrap();
+    let process = process.unwrap();
+    // A killed container would restart under the same name, and hold the lease again. A stopped process neither restarts nor gives up
+    // the lease when its pod is deleted.
+    kill(process, Signal::SIGSTOP).unwrap();
     let killed = Timestamp::now();
-    // Without this, the container would restart under the same name.
     let delete = format!("delete pod -n linkerd {leader} --force --grace-period=0");
     meshed.kubectl(&delete).await.unwrap();
+    // Fails if the kubelet has already killed it.
+    let _ = kill(process, Signal::SIGKILL);
     let moved = r#"{"spec":{"workloadIPs":[{"ip":"172.30.0.9"}]}}"#;
     patch(meshed, &["-p", moved]).await;
     wait_for_slices(meshed, "172.30.0.9:true").await;
