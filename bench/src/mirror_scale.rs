@@ -149,12 +149,15 @@ async fn create_exported_services(remote: &ApiClient, args: &Args) -> anyhow::Re
     apply(remote, "/api/v1", "namespaces", namespace(NAMESPACE)).await?;
     let (n_services, n_endpoints) = (args.services.get(), args.endpoints.get());
     let objects = (0..n_services).map(|n| {
-        let endpoints = endpoints(n, n * n_endpoints..(n + 1) * n_endpoints);
-        [("services", service(n, PORT)), ("endpoints", endpoints)]
+        let slice = slice(n, n * n_endpoints..(n + 1) * n_endpoints);
+        [
+            (IN_NAMESPACE, "services", service(n, PORT)),
+            (SLICES_IN_NAMESPACE, "endpointslices", slice),
+        ]
     });
     let applied = objects
         .flatten()
-        .map(|(plural, object)| apply(remote, IN_NAMESPACE, plural, object));
+        .map(|(parent, plural, object)| apply(remote, parent, plural, object));
     run_concurrently(stream::iter(applied)).await
 }
 
@@ -224,7 +227,7 @@ async fn write_changes(remote: &ApiClient, args: &Args, n_changes: usize) -> any
         sleep_until(start + interval * u32::try_from(n)?).await;
         let (change, written_at) = (Change(n), Instant::now());
         match change.empties_endpoints() {
-            true => apply(remote, IN_NAMESPACE, "endpoints", endpoints(n, 0..0)).await?,
+            true => apply(remote, SLICES_IN_NAMESPACE, "endpointslices", slice(n, 0..0)).await?,
             false => apply(remote, IN_NAMESPACE, "services", service(n, OTHER_PORT)).await?,
         }
         anyhow::Ok((change, written_at))
@@ -363,23 +366,23 @@ fn service(n: usize, port: u64) -> Value {
     })
 }
 
-/// The Endpoints of a Service, with the addresses of these pods.
-fn endpoints(service: usize, pods: std::ops::Range<usize>) -> Value {
-    let addresses: Vec<Value> = pods
-        .map(|pod| json!({"ip": format!("10.{}.{}.{}", 100 + pod / 62500, pod / 250 % 250, 1 + pod % 250)}))
+/// The EndpointSlice of a Service, with the addresses of these pods.
+fn slice(service: usize, pods: std::ops::Range<usize>) -> Value {
+    let service = format!("svc-{service}");
+    let address = |pod: usize| format!("10.{}.{}.{}", 100 + pod / 62500, pod / 250 % 250, 1 + pod % 250);
+    let endpoints: Vec<Value> = pods
+        .map(|pod| json!({"addresses": [address(pod)], "conditions": {"ready": true}}))
         .collect();
-    let subsets = match addresses.is_empty() {
-        true => json!([]),
-        false => json!([{"addresses": addresses, "ports": [{"name": "http", "port": 8080}]}]),
-    };
     json!({
-        "apiVersion": "v1", "kind": "Endpoints",
-        "metadata": {"name": format!("svc-{service}")}, "subsets": subsets,
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {"name": service, "labels": {"kubernetes.io/service-name": service}},
+        "endpoints": endpoints, "ports": [{"name": "http", "port": 8080}],
     })
 }
 
 const NAMESPACE: &str = "scale";
 const IN_NAMESPACE: &str = "/api/v1/namespaces/scale";
+const SLICES_IN_NAMESPACE: &str = "/apis/discovery.k8s.io/v1/namespaces/scale";
 const LINK_NAMESPACE: &str = "linkerd-multicluster";
 const EXPORTED: &str = "mirror.linkerd.io/exported";
 const PORT: u64 = 80;

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::{FutureExt as _, StreamExt as _};
+use k8s_openapi::api::authorization::v1::{ResourceAttributes, SelfSubjectAccessReview, SelfSubjectAccessReviewSpec};
 use k8s_openapi::api::core::v1::Secret;
-use kube::api::Api;
+use kube::api::{Api, PostParams};
 use kube::runtime::WatchStreamExt as _;
 use kube::runtime::reflector::store::Writer;
 use kube::runtime::reflector::{ObjectRef, Store};
@@ -20,7 +21,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until};
-use tracing::warn;
+use tracing::{info, warn};
 use tulle_core::backoff::Backoff;
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::metrics::Gauge;
@@ -53,6 +54,16 @@ struct Failure {
     cause: String,
 }
 
+/// Reports the changes and the failures of one watch.
+struct WatchReporter {
+    /// The plural name of the kind.
+    kind: String,
+    cluster: String,
+    /// The number of known objects.
+    size: Arc<Gauge>,
+    shared: Arc<Shared>,
+}
+
 impl Watches {
     pub(crate) fn new(cluster: &str) -> Self {
         Self {
@@ -71,61 +82,60 @@ impl Watches {
         K: Resource + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
         K::DynamicType: Clone + Debug + Eq + Hash + Send + Sync + Unpin + 'static,
     {
-        let WatchParams {
-            api,
-            kind,
-            config,
-            prune,
-        } = params;
-        let kind_name = K::plural(&kind).into_owned();
-        self.shared.record_first_list(&kind_name, &self.cluster);
-        let mut writer = Writer::new(kind);
+        let reporter = self.reporter(&params, size);
+        reporter.record_first_list();
+        let writer = Writer::new(params.kind.clone());
         let store = writer.as_reader();
-        let (shared, cluster, known) = (self.shared.clone(), self.cluster.clone(), store.clone());
+        self.tasks.spawn(run_watch(params, writer, reporter));
+        store
+    }
+
+    /// Watches the objects of one kind, or those of another kind if the account may not list and watch the first. Until the API server
+    /// says whether it may, neither is watched. Only one of the returned stores is ever listed.
+    pub(crate) fn watch_permitted<K, L>(
+        &mut self,
+        client: Client,
+        (params, size): (WatchParams<K>, Arc<Gauge>),
+        (fallback, fallback_size): (WatchParams<L>, Arc<Gauge>),
+    ) -> (Store<K>, Store<L>)
+    where
+        K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
+        L: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
+    {
+        let reporter = self.reporter(&params, size);
+        let fallback_reporter = self.reporter(&fallback, fallback_size);
+        reporter.record_first_list();
+        let (writer, fallback_writer) = (Writer::<K>::new(()), Writer::<L>::new(()));
+        let stores = (writer.as_reader(), fallback_writer.as_reader());
+        let kind = ResourceAttributes {
+            group: Some(K::group(&()).into_owned()),
+            resource: Some(reporter.kind.clone()),
+            ..ResourceAttributes::default()
+        };
         self.tasks.spawn(async move {
-            let mut retries = RETRY_BACKOFF.start();
-            loop {
-                let changes = watcher(api.clone(), config.clone()).modify(move |object| {
-                    object.managed_fields_mut().clear();
-                    prune(object);
-                });
-                // Lists all objects again now and then: an API server that was restored from a backup does not report the
-                // deletion of the objects that it has lost.
-                let mut changes = pin!(changes.take_until(sleep(RELIST_INTERVAL)));
-                let mut failed = false;
-                while let Some(change) = changes.next().await {
-                    match change {
-                        Ok(event) => {
-                            writer.apply_watcher_event(&event);
-                            match event {
-                                // The list is not complete yet.
-                                watcher::Event::Init | watcher::Event::InitApply(_) => continue,
-                                watcher::Event::InitDone => {
-                                    retries.reset();
-                                    shared.record_success(&kind_name);
-                                }
-                                watcher::Event::Apply(_) | watcher::Event::Delete(_) => {}
-                            }
-                        }
-                        Err(err) => {
-                            let cause = format!("watching {kind_name} of the cluster {cluster}: {}", ErrorChain(&err));
-                            shared.record_failure(&kind_name, cause);
-                            failed = true;
-                        }
-                    }
-                    size.set(i64::try_from(known.len()).unwrap_or(i64::MAX));
-                    shared.changes.send_modify(|n| *n = n.wrapping_add(1));
-                    if failed {
-                        break;
-                    }
-                }
-                if failed {
-                    // The next watch lists all objects again, which shows whether they can be read.
-                    sleep(retries.next_delay()).await;
-                }
+            if may_watch(&client, &kind, &reporter).await {
+                Box::pin(run_watch(params, writer, reporter)).await;
+            } else {
+                let (cluster, kind, fallback_kind) = (&reporter.cluster, &reporter.kind, &fallback_reporter.kind);
+                info!(
+                    cluster,
+                    "the account may not list and watch {kind}, so {fallback_kind} are read instead"
+                );
+                fallback_reporter.record_first_list();
+                reporter.shared.record_success(&reporter.kind);
+                Box::pin(run_watch(fallback, fallback_writer, fallback_reporter)).await;
             }
         });
-        store
+        stores
+    }
+
+    fn reporter<K: Resource>(&self, params: &WatchParams<K>, size: Arc<Gauge>) -> WatchReporter {
+        WatchReporter {
+            kind: K::plural(&params.kind).into_owned(),
+            cluster: self.cluster.clone(),
+            size,
+            shared: self.shared.clone(),
+        }
     }
 
     pub(crate) fn changes(&self) -> watch::Receiver<u64> {
@@ -151,15 +161,6 @@ impl Watches {
 }
 
 impl Shared {
-    /// Records a failure until the objects are listed: a list that never ends has no error.
-    fn record_first_list(&self, kind: &str, cluster: &str) {
-        let failure = Failure {
-            since: Instant::now(),
-            cause: format!("the first list of {kind} of the cluster {cluster} is not complete"),
-        };
-        self.failures.lock().insert(kind.to_owned(), failure);
-    }
-
     fn record_failure(&self, kind: &str, cause: String) {
         let mut failures = self.failures.lock();
         let known = failures.get(kind);
@@ -172,6 +173,22 @@ impl Shared {
 
     fn record_success(&self, kind: &str) {
         self.failures.lock().remove(kind);
+    }
+
+    fn notify(&self) {
+        self.changes.send_modify(|n| *n = n.wrapping_add(1));
+    }
+}
+
+impl WatchReporter {
+    /// Records a failure until the objects are listed: a list that never ends has no error.
+    fn record_first_list(&self) {
+        let (kind, cluster) = (&self.kind, &self.cluster);
+        let failure = Failure {
+            since: Instant::now(),
+            cause: format!("the first list of {kind} of the cluster {cluster} is not complete"),
+        };
+        self.shared.failures.lock().insert(kind.clone(), failure);
     }
 }
 
@@ -189,6 +206,107 @@ impl<K: Resource<DynamicType = ()>> WatchParams<K> {
             config,
             prune,
         }
+    }
+}
+
+/// Watches objects, and keeps them in the store of `writer`. Never returns.
+async fn run_watch<K>(params: WatchParams<K>, mut writer: Writer<K>, reporter: WatchReporter)
+where
+    K: Resource + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
+    K::DynamicType: Clone + Debug + Eq + Hash + Send + Sync + Unpin + 'static,
+{
+    let WatchReporter {
+        kind,
+        cluster,
+        size,
+        shared,
+    } = reporter;
+    let (known, prune) = (writer.as_reader(), params.prune);
+    let mut retries = RETRY_BACKOFF.start();
+    loop {
+        let changes = watcher(params.api.clone(), params.config.clone()).modify(move |object| {
+            object.managed_fields_mut().clear();
+            prune(object);
+        });
+        // Lists all objects again now and then: an API server that was restored from a backup does not report the deletion of the
+        // objects that it has lost.
+        let mut changes = pin!(changes.take_until(sleep(RELIST_INTERVAL)));
+        let mut failed = false;
+        while let Some(change) = changes.next().await {
+            match change {
+                Ok(event) => {
+                    writer.apply_watcher_event(&event);
+                    match event {
+                        // The list is not complete yet.
+                        watcher::Event::Init | watcher::Event::InitApply(_) => continue,
+                        watcher::Event::InitDone => {
+                            retries.reset();
+                            shared.record_success(&kind);
+                        }
+                        watcher::Event::Apply(_) | watcher::Event::Delete(_) => {}
+                    }
+                }
+                Err(err) => {
+                    let cause = format!("watching {kind} of the cluster {cluster}: {}", ErrorChain(&err));
+                    shared.record_failure(&kind, cause);
+                    failed = true;
+                }
+            }
+            size.set(i64::try_from(known.len()).unwrap_or(i64::MAX));
+            shared.notify();
+            if failed {
+                break;
+            }
+        }
+        if failed {
+            // The next watch lists all objects again, which shows whether they can be read.
+            sleep(retries.next_delay()).await;
+        }
+    }
+}
+
+/// Asks until the API server says whether the account may list and watch all objects of a kind.
+async fn may_watch(client: &Client, kind: &ResourceAttributes, reporter: &WatchReporter) -> bool {
+    let mut retries = RETRY_BACKOFF.start();
+    loop {
+        let list = is_permitted(client, kind, "list");
+        let watch = is_permitted(client, kind, "watch");
+        match tokio::try_join!(list, watch) {
+            Ok((list, watch)) => return list && watch,
+            Err(err) => {
+                let (kind, cluster) = (&reporter.kind, &reporter.cluster);
+                let cause = format!(
+                    "asking whether {kind} of the cluster {cluster} can be watched: {}",
+                    ErrorChain(&err)
+                );
+                reporter.shared.record_failure(kind, cause);
+                reporter.shared.notify();
+                sleep(retries.next_delay()).await;
+            }
+        }
+    }
+}
+
+/// Whether the account may do this with all objects of a kind. An account that may not ask counts as one that may not.
+///
+/// # Errors
+/// Fails if the API server does not answer.
+async fn is_permitted(client: &Client, kind: &ResourceAttributes, verb: &str) -> Result<bool, kube::Error> {
+    let review = SelfSubjectAccessReview {
+        spec: SelfSubjectAccessReviewSpec {
+            resource_attributes: Some(ResourceAttributes {
+                verb: Some(verb.to_owned()),
+                ..kind.clone()
+            }),
+            ..SelfSubjectAccessReviewSpec::default()
+        },
+        ..SelfSubjectAccessReview::default()
+    };
+    let reviews = Api::<SelfSubjectAccessReview>::all(client.clone());
+    match reviews.create(&PostParams::default(), &review).await {
+        Ok(review) => Ok(review.status.is_some_and(|status| status.allowed)),
+        Err(kube::Error::Api(status)) if matches!(status.code, 403 | 404) => Ok(false),
+        Err(err) => Err(err),
     }
 }
 

@@ -10,8 +10,9 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use k8s_openapi::api::core::v1::{EndpointAddress, Endpoints, Namespace, Secret, Service};
-use kube::api::{Api, DynamicObject, ObjectMeta};
+use k8s_openapi::api::core::v1::{Endpoints, Namespace, Secret, Service};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use kube::api::{Api, DynamicObject};
 use kube::core::PartialObjectMeta;
 use kube::runtime::reflector::Store;
 use kube::runtime::watcher;
@@ -24,6 +25,7 @@ use tulle_core::metrics::{Gauge, Labels, Registry};
 use tulle_core::names::label;
 
 use super::config::{Config, Scope};
+use super::exported_endpoints::{ExportedEndpoints, endpoints_by_service, prune_endpoints, prune_slice};
 use super::gateway::{self, GatewayChannels, ProbeTarget, cluster_label};
 use super::link::{ExportSelector, Link, LinkError};
 use super::metrics::{ClusterSeries, Metrics, ZeroOnDrop};
@@ -66,6 +68,8 @@ struct LocalObjects {
 struct RemoteObjects {
     watches: Watches,
     services: Store<Service>,
+    slices: Store<EndpointSlice>,
+    /// Listed instead of `slices` if the account may not read these.
     endpoints: Store<Endpoints>,
     events: EventRecorder,
 }
@@ -323,12 +327,20 @@ impl Controller {
         let size = |kind: &str| self.cache_size(kind, &link.cluster);
         let all = watcher::Config::default();
         let services = WatchParams::new(Api::all(client.clone()), all.clone(), prune_service);
+        let slices = WatchParams::new(Api::all(client.clone()), all.clone(), prune_slice);
         let endpoints = WatchParams::new(Api::all(client.clone()), all, prune_endpoints);
         let mut watches = Watches::new(&link.cluster);
+        let services = watches.watch(services, size("service"));
+        let (slices, endpoints) = watches.watch_permitted(
+            client.clone(),
+            (slices, size("endpointslices")),
+            (endpoints, size("endpoints")),
+        );
         RemoteObjects {
-            services: watches.watch(services, size("service")),
-            endpoints: watches.watch(endpoints, size("endpoints")),
             watches,
+            services,
+            slices,
+            endpoints,
             events,
         }
     }
@@ -597,13 +609,17 @@ impl LocalObjects {
 
 impl RemoteObjects {
     fn is_listed(&self) -> bool {
-        is_listed(&self.services) && is_listed(&self.endpoints)
+        is_listed(&self.services) && (is_listed(&self.slices) || is_listed(&self.endpoints))
     }
 
     fn cluster(&self) -> ExportingCluster {
+        let exported = |(name, endpoints): (_, Arc<Endpoints>)| (name, ExportedEndpoints::from(&*endpoints));
         ExportingCluster {
             services: by_name(self.services.state()).collect(),
-            endpoints: by_name(self.endpoints.state()).collect(),
+            endpoints: match is_listed(&self.slices) {
+                true => endpoints_by_service(self.slices.state()),
+                false => by_name(self.endpoints.state()).map(exported).collect(),
+            },
         }
     }
 }
@@ -670,34 +686,6 @@ fn by_name<K: kube::Resource>(objects: Vec<Arc<K>>) -> impl Iterator<Item = (Nam
 
 fn prune_service(service: &mut Service) {
     service.status = None;
-}
-
-/// Removes all data of Endpoints of the other cluster except their host names, and whether an address is ready.
-fn prune_endpoints(endpoints: &mut Endpoints) {
-    endpoints.metadata = ObjectMeta {
-        name: endpoints.metadata.name.take(),
-        namespace: endpoints.metadata.namespace.take(),
-        resource_version: endpoints.metadata.resource_version.take(),
-        uid: endpoints.metadata.uid.take(),
-        ..ObjectMeta::default()
-    };
-    for subset in endpoints.subsets.iter_mut().flatten() {
-        subset.ports = None;
-        prune_addresses(&mut subset.addresses);
-        prune_addresses(&mut subset.not_ready_addresses);
-    }
-}
-
-/// Keeps the first address without a host name, and all addresses with a host name.
-fn prune_addresses(addresses: &mut Option<Vec<EndpointAddress>>) {
-    let Some(addresses) = addresses else { return };
-    let mut is_first = true;
-    addresses.retain(|address| address.hostname.is_some() || mem::take(&mut is_first));
-    addresses.shrink_to_fit();
-    for address in addresses {
-        address.target_ref = None;
-        address.node_name = None;
-    }
 }
 
 /// Waits for a change. Never returns after the sender was dropped.

@@ -6,10 +6,11 @@
 //! RBAC in this cluster: `list`, `watch`, `create`, `update` and `delete` on `services` and `endpoints`, and `get` on `endpoints`;
 //! `list` and `watch` on `namespaces`, and `create` if namespaces are to be created; in the namespace of the Link `list` and `watch`
 //! on `links` and on the Secret, `patch` on `links/status`, and `get`, `create` and `update` on `leases`. In the other cluster:
-//! `list` and `watch` on `services` and `endpoints`, and `create` and `patch` on `events` of `events.k8s.io`.
+//! `list` and `watch` on `services` and `endpointslices` (or `endpoints`), and `create` and `patch` on `events` of `events.k8s.io`.
 
 pub mod config;
 mod controller;
+mod exported_endpoints;
 mod gateway;
 mod link;
 mod metrics;

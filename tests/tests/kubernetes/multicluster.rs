@@ -12,7 +12,7 @@ mod writes;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use k8s_openapi::ByteString;
@@ -31,6 +31,8 @@ use tulle_tests::cluster::{ApiServer, kubeconfig};
 use tulle_tests::eventually::{eventually, within};
 
 const NAMESPACE: &str = "linkerd-multicluster";
+/// The account that the chart creates for other clusters.
+const REMOTE_ACCOUNT: &str = "linkerd-service-mirror-remote-access-default";
 /// Whether the mirrors of the cluster `east` are up to date.
 const SYNCED: &str = "tulle_mirror_remote_synced{target_cluster_name=\"east\"}";
 
@@ -141,15 +143,43 @@ async fn put_credentials(server: &ApiServer, link: &str, access: &Path) {
 
 /// Writes a kubeconfig for the account that the chart creates for other clusters. It contains all credentials and refers to no
 /// files.
-async fn remote_access(server: &ApiServer) -> std::path::PathBuf {
-    let account = "linkerd-service-mirror-remote-access-default";
+async fn remote_access(server: &ApiServer) -> PathBuf {
+    flat_kubeconfig(server, REMOTE_ACCOUNT).await
+}
+
+/// Like [`remote_access`], for an account that may not read EndpointSlices.
+async fn remote_access_without_slices(server: &ApiServer) -> PathBuf {
+    let name = "without-slices";
+    let role = ["get", "clusterrole", REMOTE_ACCOUNT, "-o", "json"];
+    let role = server.kubectl(&role).await.unwrap();
+    let mut role: Value = serde_json::from_str(&role).unwrap();
+    role["metadata"] = json!({ "name": name });
+    let rules = role["rules"].as_array_mut().unwrap();
+    let n_rules = rules.len();
+    rules.retain(|rule| rule["resources"] != json!(["endpointslices"]));
+    assert_eq!(rules.len(), n_rules - 1);
+    fs::write(server.dir().join("without-slices.json"), role.to_string()).unwrap();
+    let (role, account) = (
+        format!("--clusterrole={name}"),
+        format!("--serviceaccount={NAMESPACE}:{name}"),
+    );
+    for args in [
+        ["apply", "-f", "without-slices.json"].as_slice(),
+        &["create", "clusterrolebinding", name, &role, &account],
+    ] {
+        server.kubectl(args).await.unwrap();
+    }
+    flat_kubeconfig(server, name).await
+}
+
+async fn flat_kubeconfig(server: &ApiServer, account: &str) -> PathBuf {
     let path = server.service_account_kubeconfig(NAMESPACE, account).await.unwrap();
     let path = path.to_str().unwrap();
     let flat = server
         .kubectl(&["config", "view", "--flatten", "--raw", "--kubeconfig", path])
         .await
         .unwrap();
-    let flattened = server.dir().join("remote-access.conf");
+    let flattened = server.dir().join(format!("{account}-flat.conf"));
     fs::write(&flattened, flat).unwrap();
     flattened
 }
@@ -184,6 +214,36 @@ fn endpoints(name: &str, addresses: &Value) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Endpoints", "metadata": {"name": name, "namespace": "shop"}, "subsets": subsets,
     })
+}
+
+/// The EndpointSlice of Endpoints. In a cluster with controllers, Kubernetes writes both.
+fn slice_of(endpoints: &Value) -> Value {
+    let mut addresses = Vec::new();
+    for subset in endpoints["subsets"].as_array().into_iter().flatten() {
+        for (field, is_ready) in [("addresses", true), ("notReadyAddresses", false)] {
+            for address in subset[field].as_array().into_iter().flatten() {
+                let mut endpoint = json!({"addresses": [address["ip"]], "conditions": {"ready": is_ready}});
+                if let Some(host_name) = address.get("hostname") {
+                    endpoint["hostname"] = host_name.clone();
+                }
+                addresses.push(endpoint);
+            }
+        }
+    }
+    let name = endpoints["metadata"]["name"].as_str().unwrap();
+    json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {
+            "name": slice_name(name), "namespace": endpoints["metadata"]["namespace"],
+            "labels": {"kubernetes.io/service-name": name},
+        },
+        "endpoints": addresses,
+    })
+}
+
+/// The name of the EndpointSlice of a Service.
+fn slice_name(service: &str) -> String {
+    format!("{service}-1")
 }
 
 /// Creates an object, or replaces it. Waits until the API server has it.

@@ -2,41 +2,12 @@
 
 use std::collections::BTreeSet;
 
-use k8s_openapi::api::core::v1::{EndpointAddress, EndpointPort, EndpointSubset, Endpoints, Service};
+use k8s_openapi::api::core::v1::{EndpointAddress, EndpointPort, EndpointSubset, Service};
 use tulle_core::names::label;
 
 use super::inputs::LocalCluster;
 use super::objects::{has_label, is_mirror_of};
 use crate::resources::meta::NamespacedName;
-
-/// The pods of an exported headless Service.
-pub(super) enum Pods {
-    /// Pods with host names. The set has the host names of ready pods, and is empty if no such pod is ready.
-    WithHostNames(BTreeSet<String>),
-    WithoutHostNames,
-    /// There is no pod, so it is unknown whether pods have host names.
-    None,
-}
-
-impl Pods {
-    pub(super) fn from_endpoints(endpoints: Option<&Endpoints>) -> Self {
-        let subsets = || {
-            endpoints
-                .into_iter()
-                .flat_map(|endpoints| endpoints.subsets.iter().flatten())
-        };
-        let ready = || subsets().flat_map(|subset| subset.addresses.iter().flatten());
-        let not_ready = || subsets().flat_map(|subset| subset.not_ready_addresses.iter().flatten());
-        let mut all = ready().chain(not_ready()).peekable();
-        if all.peek().is_none() {
-            Self::None
-        } else if all.any(|address| address.hostname.is_some()) {
-            Self::WithHostNames(ready().filter_map(|address| address.hostname.clone()).collect())
-        } else {
-            Self::WithoutHostNames
-        }
-    }
-}
 
 pub(super) fn is_headless(service: &Service) -> bool {
     let spec = service.spec.as_ref();

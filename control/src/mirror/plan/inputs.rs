@@ -8,6 +8,7 @@ use k8s_openapi::api::core::v1::{Endpoints, Namespace, Service};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use tulle_core::names::label;
 
+use crate::mirror::exported_endpoints::ExportedEndpoints;
 use crate::mirror::link::{Exclusions, ExportSelector, Link};
 use crate::resources::meta::NamespacedName;
 
@@ -58,7 +59,7 @@ pub(in crate::mirror) struct GatewayState<'a> {
 #[derive(Default)]
 pub(in crate::mirror) struct ExportingCluster {
     pub(in crate::mirror) services: BTreeMap<NamespacedName, Arc<Service>>,
-    pub(in crate::mirror) endpoints: HashMap<NamespacedName, Arc<Endpoints>>,
+    pub(in crate::mirror) endpoints: HashMap<NamespacedName, ExportedEndpoints>,
 }
 
 #[derive(Default)]

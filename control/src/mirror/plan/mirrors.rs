@@ -6,12 +6,13 @@ use std::net::IpAddr;
 use k8s_openapi::api::core::v1::{EndpointAddress, EndpointPort, EndpointSubset, Endpoints, Service};
 use tulle_core::names::{annotation, label};
 
-use super::headless::{Pods, headless_subsets, is_headless, is_pod_mirror_of, pod_mirror};
+use super::headless::{headless_subsets, is_headless, is_pod_mirror_of, pod_mirror};
 use super::inputs::{GatewayState, Inputs, Linked, MirrorStatus, Plan, Rejection, Write};
 use super::objects::{
     PROBE_PORT_NAME, check_mirror, check_name_length, contains_all, copied_annotations, copied_labels, differs,
     is_mirror_of, mirror_labels, mirror_ports, new_metadata, new_service, object_name, object_version, rewritten,
 };
+use crate::mirror::exported_endpoints::Pods;
 use crate::mirror::link::{Gateway, Link};
 use crate::resources::meta::NamespacedName;
 
@@ -124,8 +125,8 @@ impl Planner<'_> {
             return Ok(None);
         }
         let endpoints = self.inputs.exporting.endpoints.get(exported.name);
-        match Pods::from_endpoints(endpoints.map(|endpoints| &**endpoints)) {
-            Pods::WithHostNames(host_names) => Ok(Some(host_names)),
+        match endpoints.map_or(&Pods::None, |endpoints| &endpoints.pods) {
+            Pods::WithHostNames(host_names) => Ok(Some(host_names.clone())),
             Pods::WithoutHostNames => Ok(None),
             // A headless mirror stays headless, and another mirror keeps its cluster IP.
             Pods::None => match self.inputs.local.services.get(exported.mirror) {
@@ -205,14 +206,14 @@ impl Planner<'_> {
         )
     }
 
-    /// The version of the exported Endpoints with which the mirror of a pod was created. It does not follow the Endpoints, because
+    /// The version of the exported endpoints with which the mirror of a pod was created. It does not follow the endpoints, because
     /// then each change of one pod would rewrite the mirrors of all pods.
     fn pod_mirror_version(&self, exported: Exported<'_>) -> String {
         let existing = self.inputs.local.services.get(exported.mirror);
         let existing = existing.and_then(|service| service.metadata.annotations.as_ref());
         let existing = existing.and_then(|annotations| annotations.get(annotation::REMOTE_RESOURCE_VERSION));
         let endpoints = self.inputs.exporting.endpoints.get(exported.name);
-        let current = || endpoints.and_then(|endpoints| endpoints.metadata.resource_version.clone());
+        let current = || endpoints.and_then(|endpoints| endpoints.resource_version.clone());
         existing.cloned().or_else(current).unwrap_or_default()
     }
 
@@ -290,7 +291,7 @@ impl Planner<'_> {
         let port = i32::from(self.link.gateway.as_ref()?.port);
         let addresses = self.gateway.addresses?;
         let endpoints = self.inputs.exporting.endpoints.get(exported.name);
-        let subsets = match endpoints.is_some_and(|endpoints| has_ready_address(endpoints)) {
+        let subsets = match endpoints.is_some_and(|endpoints| endpoints.has_ready_address) {
             true => {
                 let ports = endpoint_ports(exported.service, |_| port);
                 vec![gateway_subset(addresses, self.gateway.is_alive, ports)]
@@ -449,11 +450,6 @@ fn gateway_annotations(gateway: &Gateway) -> BTreeMap<String, String> {
     let identity = gateway.identity.clone();
     let identity = identity.map(|identity| (annotation::REMOTE_GATEWAY_IDENTITY.to_owned(), identity));
     identity.into_iter().collect()
-}
-
-fn has_ready_address(endpoints: &Endpoints) -> bool {
-    let mut subsets = endpoints.subsets.iter().flatten();
-    subsets.any(|subset| subset.addresses.as_ref().is_some_and(|addresses| !addresses.is_empty()))
 }
 
 fn new_endpoints(

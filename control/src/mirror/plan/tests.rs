@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Endpoints, Service};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde_json::{Value, json};
 use tulle_core::names::annotation;
@@ -15,6 +16,7 @@ use super::headless::is_headless;
 use super::inputs::{ExportingCluster, GatewayState, LinkAge, Linked, LocalCluster, MirrorStatus, Step, Write};
 use super::objects::{mirror_labels, object_name};
 use super::*;
+use crate::mirror::exported_endpoints::{ExportedEndpoints, endpoints_by_service};
 use crate::mirror::link::{Exclusions, Link};
 use crate::resources::meta::NamespacedName;
 
@@ -69,10 +71,8 @@ impl Case {
         let service: Service = serde_json::from_value(service).unwrap();
         let name = object_name(&service.metadata);
         self.exporting.services.insert(name.clone(), Arc::new(service));
-        let endpoints = json!({"subsets": [{"addresses": [{"ip": "10.1.0.1"}]}]});
-        self.exporting
-            .endpoints
-            .insert(name, Arc::new(serde_json::from_value(endpoints).unwrap()));
+        let endpoints = exported_endpoints(json!({"subsets": [{"addresses": [{"ip": "10.1.0.1"}]}]}));
+        self.exporting.endpoints.insert(name, endpoints);
         self
     }
 
@@ -169,6 +169,11 @@ impl Case {
         let value = |name: &str| annotations[name].as_str().unwrap_or_default().to_owned();
         Some((value(annotation::LOCAL_DISCOVERY), value(annotation::REMOTE_DISCOVERY)))
     }
+}
+
+fn exported_endpoints(endpoints: Value) -> ExportedEndpoints {
+    let endpoints: Endpoints = serde_json::from_value(endpoints).unwrap();
+    ExportedEndpoints::from(&endpoints)
 }
 
 fn link_age(cluster: &str, second: i64) -> LinkAge {
@@ -339,7 +344,7 @@ fn changes_of_the_service_and_of_the_gateway_reach_the_mirror() {
     case.is_alive = true;
     let unready = json!({"subsets": [{"notReadyAddresses": [{"ip": "10.1.0.1"}]}]});
     for endpoints in case.exporting.endpoints.values_mut() {
-        *endpoints = Arc::new(serde_json::from_value(unready.clone()).unwrap());
+        *endpoints = exported_endpoints(unready.clone());
     }
     case.apply();
     assert_eq!(case.endpoints("web-east").unwrap()["subsets"], json!([]));
@@ -581,12 +586,26 @@ fn set_pods(case: &mut Case, ready: &[&str], not_ready: &[&str]) {
         host_names.iter().map(address).collect()
     };
     let subset = json!({"addresses": addresses(ready), "notReadyAddresses": addresses(not_ready)});
-    for endpoints_of in case.exporting.endpoints.values_mut() {
-        let version = endpoints_of.metadata.resource_version.as_deref();
+    for (service, endpoints_of) in &mut case.exporting.endpoints {
+        let version = endpoints_of.resource_version.as_deref();
         let version = version.map_or(1, |version| version.parse::<u32>().unwrap() + 1);
-        let endpoints = json!({"metadata": {"resourceVersion": version.to_string()}, "subsets": [subset]});
-        let endpoints: Endpoints = serde_json::from_value(endpoints).unwrap();
-        *endpoints_of = Arc::new(endpoints);
+        let version = version.to_string();
+        *endpoints_of = exported_endpoints(json!({"metadata": {"resourceVersion": version}, "subsets": [subset]}));
+        // EndpointSlices, here an empty one and one for each pod, say the same.
+        let slice = |endpoints: Value| {
+            let labels = json!({"kubernetes.io/service-name": &*service.name});
+            let metadata = json!({"namespace": &*service.namespace, "labels": labels, "resourceVersion": version});
+            json!({"addressType": "IPv4", "metadata": metadata, "endpoints": endpoints})
+        };
+        let mut slices = vec![slice(json!([]))];
+        for (host_names, is_ready) in [(ready, true), (not_ready, false)] {
+            slices.extend(host_names.iter().map(|host_name| {
+                slice(json!([{"addresses": ["10.1.0.1"], "hostname": host_name, "conditions": {"ready": is_ready}}]))
+            }));
+        }
+        let slices: Vec<EndpointSlice> = serde_json::from_value(slices.into()).unwrap();
+        let joined = endpoints_by_service(slices.into_iter().map(Arc::new));
+        assert_eq!(joined[service], *endpoints_of);
     }
 }
 
@@ -692,7 +711,7 @@ fn pods_of_equal_names_in_two_namespaces_are_kept_apart() {
     other.metadata.namespace = Some("bank".to_owned());
     let name = object_name(&other.metadata);
     case.exporting.services.insert(name.clone(), Arc::new(other));
-    case.exporting.endpoints.insert(name, Arc::default());
+    case.exporting.endpoints.insert(name, ExportedEndpoints::default());
     set_pods(&mut case, &["db-0"], &[]);
     apply_all(&mut case);
     assert_eq!(case.local.services.len(), 4);

@@ -292,7 +292,7 @@ async fn clusters_are_linked_and_unlinked_by_the_output_of_commands() {
 
     // The account has the permissions of the service mirror.
     apply(&east, &service("web", &json!({"mirror.linkerd.io/exported": "true"}))).await;
-    apply(&east, &endpoints("web", &json!([{"ip": "10.1.0.1"}]))).await;
+    apply(&east, &slice_of(&endpoints("web", &json!([{"ip": "10.1.0.1"}])))).await;
     let mirror = Mirror::start_for_link(&west, "east").await;
     wait_for_addresses(&west, "web-east", 1).await;
     check(&west, &east).await;

@@ -89,7 +89,7 @@ async fn create_objects(west: &ApiServer, east: &ApiServer) {
     for name in ["web", "taken", "closed"] {
         apply(east, &service(name, &exported)).await;
     }
-    apply(east, &endpoints("web", &json!([{"ip": "10.1.0.1"}]))).await;
+    apply(east, &slice_of(&endpoints("web", &json!([{"ip": "10.1.0.1"}])))).await;
     let direct = json!({"mirror.linkerd.io/exported": "remote-discovery"});
     apply(east, &service("direct", &direct)).await;
     let mut portless = service("portless", &exported);
@@ -172,7 +172,7 @@ async fn check_changes(west: &ApiServer, east: &ApiServer) {
         (&unready, 0),
         (&ready, 1),
     ] {
-        apply(east, changed).await;
+        apply(east, &slice_of(changed)).await;
         let followed = wait_for_addresses(west, "web-east", n_addresses);
         in_time(Duration::from_secs(1), followed).await;
     }
@@ -196,6 +196,7 @@ async fn check_changes(west: &ApiServer, east: &ApiServer) {
         (found.metadata.uid != before).then_some(())
     };
     eventually("web-east exists again", is_new).await;
+    wait_for_addresses(west, "web-east", 1).await;
 }
 
 /// An exported Service in another namespace than `shop`.
@@ -371,5 +372,5 @@ async fn exported_services_are_mirrored_while_their_cluster_can_be_read_and_kept
     assert!(refused.is_empty(), "{refused:?}");
 }
 
-/// More than the handshake of TLS has, and less than the list of all Services.
-const N_PASSED_BYTES: u64 = 8 * 1024;
+/// More than the handshake of TLS and the reviews of permissions have, and less than the list of all Services.
+const N_PASSED_BYTES: u64 = 16 * 1024;

@@ -318,7 +318,7 @@ const LEASE: &str = "service-mirror-write-east";
 /// The number of Services of `east` that a replica knows.
 const KNOWN_SERVICES: &str = "service_cache_size{cluster=\"east\"}";
 const WATCHES_OF_LEADER: [&str; 7] = [
-    "east endpoints",
+    "east endpointslices",
     "east services",
     "west endpoints",
     "west links",

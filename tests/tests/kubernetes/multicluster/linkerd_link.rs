@@ -17,7 +17,7 @@ async fn a_link_that_linkerd_printed_is_used() {
         put_configuration(server, "cluster.local", &anchor).await;
     }
     apply(&east, &service("web", &json!({"mirror.linkerd.io/exported": "true"}))).await;
-    apply(&east, &endpoints("web", &json!([{"ip": "10.1.0.1"}]))).await;
+    apply(&east, &slice_of(&endpoints("web", &json!([{"ip": "10.1.0.1"}])))).await;
     let direct = json!({"mirror.linkerd.io/exported": "remote-discovery"});
     apply(&east, &service("app", &direct)).await;
     apply(&east, &slice(&["10.2.0.1"])).await;

@@ -6,9 +6,11 @@ mod differences;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::api::ListParams;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use tulle_tests::cluster::AuditRecord;
 
 use self::differences::{Difference, FieldDifferences};
 use super::*;
@@ -56,6 +58,13 @@ struct RecordedStep {
     written: Vec<Value>,
 }
 
+impl Inputs {
+    fn links(&self) -> impl Iterator<Item = &str> {
+        let controllers = self.controllers.iter().map(String::as_str);
+        controllers.filter(|controller| *controller != "local")
+    }
+}
+
 /// The fields of objects and their values as JSON, by the name of the object.
 type Objects = BTreeMap<String, BTreeMap<String, String>>;
 
@@ -84,12 +93,15 @@ async fn mirrors_of_pods_that_linkerd_wrote_are_kept() {
     take_over("headless", differences::HEADLESS).await;
 }
 
-/// Applies the inputs step by step, and compares the objects after each step.
+/// Applies the inputs step by step, and compares the objects after each step. The cluster east has EndpointSlices instead of the
+/// Endpoints of the inputs.
 async fn compare(name: &str, expected: &[Difference]) {
     let inputs: Inputs = read(&format!("{name}.yaml"));
     let recorded: Vec<RecordedStep> = read(&format!("{name}-linkerd.yaml"));
     assert_eq!(inputs.steps.len(), recorded.len());
     let (west, east) = clusters(&inputs).await;
+    let access = remote_access(&east).await;
+    put_all_credentials(&inputs, &west, &access).await;
     let mut mirrors = Vec::new();
     let mut theirs = Objects::new();
     for (n, (step, recorded)) in inputs.steps.iter().zip(recorded).enumerate() {
@@ -97,7 +109,14 @@ async fn compare(name: &str, expected: &[Difference]) {
         if step.stopped {
             end_all(&mut mirrors).await;
         }
-        change_objects(step, &west, &east).await;
+        delete_objects(step, &east).await;
+        for object in &step.east {
+            match object["kind"].as_str() {
+                Some("Endpoints") => apply(&east, &slice_of(object)).await,
+                _ => create(&east, object).await,
+            }
+        }
+        create_all(&west, &step.west).await;
         if mirrors.is_empty() {
             mirrors = start_all(&inputs, &west).await;
         }
@@ -113,12 +132,15 @@ async fn compare(name: &str, expected: &[Difference]) {
 }
 
 /// Starts the service mirrors where Linkerd's have written their objects. Objects without differences are not written, and the others
-/// are not created again.
+/// are not created again. As Linkerd's, they read Endpoints, because the account may not read EndpointSlices.
 async fn take_over(name: &str, expected: &[Difference]) {
     let inputs: Inputs = read(&format!("{name}.yaml"));
     let recorded: Vec<RecordedStep> = read(&format!("{name}-linkerd.yaml"));
     let (west, east) = clusters(&inputs).await;
-    change_objects(&inputs.steps[0], &west, &east).await;
+    let access = remote_access_without_slices(&east).await;
+    put_all_credentials(&inputs, &west, &access).await;
+    create_all(&east, &inputs.steps[0].east).await;
+    create_all(&west, &inputs.steps[0].west).await;
     let first = recorded.into_iter().next().unwrap();
     for kind in ["Service", "Endpoints"] {
         for object in first.written.iter().filter(|object| object["kind"] == kind) {
@@ -146,6 +168,11 @@ async fn take_over(name: &str, expected: &[Difference]) {
             None => assert!(!fields.is_empty(), "{name} is deleted"),
         }
     }
+    let is_for_slices = |record: &AuditRecord| {
+        let object = record.object_ref.as_ref();
+        object.is_some_and(|object| object.resource == "endpointslices")
+    };
+    assert!(!east.audit_log().unwrap().iter().any(is_for_slices));
 }
 
 /// An object of the recording, with the versions and addresses in these clusters.
@@ -216,10 +243,9 @@ pub(super) async fn versions(server: &ApiServer) -> BTreeMap<String, (String, St
     versions
 }
 
-/// The clusters west and east, with the credentials for each Link.
+/// The clusters west and east.
 async fn clusters(inputs: &Inputs) -> (ApiServer, ApiServer) {
-    let controllers = inputs.controllers.iter().map(String::as_str);
-    let links: Vec<&str> = controllers.filter(|controller| *controller != "local").collect();
+    let links: Vec<&str> = inputs.links().collect();
     let (west, east) = tokio::join!(cluster(&links), cluster(&[]));
     for (server, namespace) in [(&west, "other"), (&east, "other"), (&east, "only-east")] {
         server.create_namespace(namespace).await.unwrap();
@@ -227,11 +253,13 @@ async fn clusters(inputs: &Inputs) -> (ApiServer, ApiServer) {
     // The inputs have all Services of the recording.
     let services = ["delete", "services", "--all", "-n", NAMESPACE];
     west.kubectl(&services).await.unwrap();
-    let access = remote_access(&east).await;
-    for link in links {
-        put_credentials(&west, link, &access).await;
-    }
     (west, east)
+}
+
+async fn put_all_credentials(inputs: &Inputs, west: &ApiServer, access: &Path) {
+    for link in inputs.links() {
+        put_credentials(west, link, access).await;
+    }
 }
 
 async fn start_all(inputs: &Inputs, west: &ApiServer) -> Vec<Mirror> {
@@ -261,26 +289,33 @@ async fn end_all(mirrors: &mut Vec<Mirror>) {
     }
 }
 
-async fn change_objects(step: &Step, west: &ApiServer, east: &ApiServer) {
+async fn delete_objects(step: &Step, east: &ApiServer) {
     for Deleted { namespace, name } in &step.deleted {
         let services = Api::<Service>::namespaced(east.client(), namespace);
         services.delete(name, &Default::default()).await.unwrap();
-        // Kubernetes deletes Endpoints with their Service.
-        let endpoints = Api::<Endpoints>::namespaced(east.client(), namespace);
-        if endpoints.get_opt(name).await.unwrap().is_some() {
-            endpoints.delete(name, &Default::default()).await.unwrap();
+        // Kubernetes deletes EndpointSlices with their Service.
+        let slices = Api::<EndpointSlice>::namespaced(east.client(), namespace);
+        let slice = slice_name(name);
+        if slices.get_opt(&slice).await.unwrap().is_some() {
+            slices.delete(&slice, &Default::default()).await.unwrap();
         }
     }
-    for (server, objects) in [(east, &step.east), (west, &step.west)] {
-        for object in objects {
-            match object["kind"].as_str() {
-                Some("Namespace") => {
-                    let name = object["metadata"]["name"].as_str().unwrap();
-                    server.create_namespace(name).await.unwrap();
-                }
-                _ => apply(server, object).await,
-            }
+}
+
+async fn create_all(server: &ApiServer, objects: &[Value]) {
+    for object in objects {
+        create(server, object).await;
+    }
+}
+
+/// Creates an object, or replaces it. It can be a namespace.
+async fn create(server: &ApiServer, object: &Value) {
+    match object["kind"].as_str() {
+        Some("Namespace") => {
+            let name = object["metadata"]["name"].as_str().unwrap();
+            server.create_namespace(name).await.unwrap();
         }
+        _ => apply(server, object).await,
     }
 }
 
@@ -350,9 +385,11 @@ fn found_differences(theirs: &Objects, ours: &Objects) -> FieldDifferences {
 
 /// The objects of the cluster west in the form of the recording.
 async fn objects(west: &ApiServer, east: &ApiServer) -> Objects {
+    let mut endpoints = list::<Endpoints>(east).await;
+    endpoints.extend(list::<EndpointSlice>(east).await);
     let versions = Versions {
         services: list::<Service>(east).await.iter().filter_map(version).collect(),
-        endpoints: list::<Endpoints>(east).await.iter().filter_map(version).collect(),
+        endpoints: endpoints.iter().filter_map(version).collect(),
     };
     let services = list::<Service>(west).await;
     let name_of = |object: &Value| ["namespace", "name"].map(|field| object["metadata"][field].to_string());
@@ -391,6 +428,7 @@ async fn objects(west: &ApiServer, east: &ApiServer) -> Objects {
 /// Resource versions of the objects of the cluster east.
 struct Versions {
     services: Vec<String>,
+    /// Those of EndpointSlices, too.
     endpoints: Vec<String>,
 }
 

@@ -29,15 +29,15 @@ struct ReverseProxy {
 /// What responds to the requests to the proxy.
 #[derive(Clone)]
 enum Upstream {
-    /// The API server, after a delay. Requests for Endpoints have credentials of their own.
+    /// The API server, after a delay. Requests for EndpointSlices have credentials of their own.
     Server {
         client: Client,
-        endpoints_client: Box<Client>,
+        slices_client: Box<Client>,
         delay: Duration,
     },
     /// The lists of an earlier time. A watch from a later time is refused, as after a restore that marks later versions as compacted.
     /// Other watches report no change.
-    Backup { services: String, endpoints: String },
+    Backup { services: String, slices: String },
 }
 
 impl ReverseProxy {
@@ -65,7 +65,7 @@ impl Upstream {
     fn server(client: &Client) -> Self {
         Self::Server {
             client: client.clone(),
-            endpoints_client: Box::new(client.clone()),
+            slices_client: Box::new(client.clone()),
             delay: Duration::ZERO,
         }
     }
@@ -78,7 +78,7 @@ impl Upstream {
         };
         Self::Backup {
             services: list(SERVICES).await,
-            endpoints: list(ENDPOINTS).await,
+            slices: list(SLICES).await,
         }
     }
 
@@ -86,19 +86,19 @@ impl Upstream {
         match self {
             Self::Server {
                 client,
-                endpoints_client,
+                slices_client,
                 delay,
             } => {
                 sleep(delay).await;
                 match req.uri().path() {
-                    ENDPOINTS => forward(&endpoints_client, req).await,
+                    SLICES => forward(&slices_client, req).await,
                     _ => forward(&client, req).await,
                 }
             }
-            Self::Backup { services, endpoints } => {
+            Self::Backup { services, slices } => {
                 let list = match req.uri().path() {
                     SERVICES => services,
-                    ENDPOINTS => endpoints,
+                    SLICES => slices,
                     _ => return empty_response(StatusCode::NOT_FOUND),
                 };
                 let query = req.uri().query().unwrap_or_default();
@@ -289,7 +289,7 @@ async fn mirrors_stay_while_the_other_api_server_fails_and_follow_it_afterwards(
     let access = remote_access(&east).await;
     let client = kubeconfig::client(&access).await.unwrap();
     export(&east, "web").await;
-    apply(&east, &endpoints("web", &json!([{"ip": "10.1.0.1"}]))).await;
+    apply(&east, &slice_of(&endpoints("web", &json!([{"ip": "10.1.0.1"}])))).await;
 
     let backup = Upstream::backup(&client).await;
     let healthy = Upstream::server(&client);
@@ -297,12 +297,12 @@ async fn mirrors_stay_while_the_other_api_server_fails_and_follow_it_afterwards(
     let without_permissions = east.service_account_kubeconfig(NAMESPACE, "default").await.unwrap();
     let forbidden = Upstream::Server {
         client: client.clone(),
-        endpoints_client: Box::new(kubeconfig::client(&without_permissions).await.unwrap()),
+        slices_client: Box::new(kubeconfig::client(&without_permissions).await.unwrap()),
         delay: Duration::ZERO,
     };
     let slow = Upstream::Server {
         client: client.clone(),
-        endpoints_client: Box::new(client),
+        slices_client: Box::new(client),
         delay: Duration::from_secs(2),
     };
 
@@ -310,7 +310,11 @@ async fn mirrors_stay_while_the_other_api_server_fails_and_follow_it_afterwards(
     let mut checks = Vec::new();
     for (name, failure, cause) in [
         ("unauthorized", Some(unauthorized), "Unauthorized"),
-        ("forbidden", Some(forbidden), "endpoints is forbidden"),
+        (
+            "forbidden",
+            Some(forbidden),
+            "endpointslices.discovery.k8s.io is forbidden",
+        ),
         ("gone", None, "watching"),
     ] {
         let link = ProxiedLink::start(&west, &east, name, &access).await;
@@ -323,4 +327,4 @@ async fn mirrors_stay_while_the_other_api_server_fails_and_follow_it_afterwards(
 /// How often it was reported that the exported Services of `east` cannot be read.
 const UNREADABLE: &str = "tulle_mirror_errors_total{target_cluster_name=\"east\",reason=\"Unreadable\"}";
 const SERVICES: &str = "/api/v1/services";
-const ENDPOINTS: &str = "/api/v1/endpoints";
+const SLICES: &str = "/apis/discovery.k8s.io/v1/endpointslices";

@@ -15,11 +15,10 @@ async fn revocable_access(server: &ApiServer, secret: &str) -> PathBuf {
     });
     apply(server, &manifest).await;
     let bound_to = format!("--bound-object-name={secret}");
-    let account = "linkerd-service-mirror-remote-access-default";
     let args = [
         "create",
         "token",
-        account,
+        REMOTE_ACCOUNT,
         "-n",
         NAMESPACE,
         "--bound-object-kind=Secret",
@@ -154,7 +153,7 @@ async fn mirrors_survive_a_burst_of_changes_and_a_revoked_token_and_are_not_writ
     let mirror = Mirror::start_for_link(&west, "east").await;
     check_status_writes(&west, &east).await;
     apply(&east, &service("web", &json!({"mirror.linkerd.io/exported": "true"}))).await;
-    apply(&east, &endpoints("web", &json!([{"ip": "10.1.0.1"}]))).await;
+    apply(&east, &slice_of(&endpoints("web", &json!([{"ip": "10.1.0.1"}])))).await;
     wait_for_condition(&west, "east", "mirrorServices", ("web", "True", "")).await;
     wait_for_addresses(&west, "web-east", 1).await;
     let until_expiry = mirror.metric(UNTIL_EXPIRY).unwrap();
