@@ -392,7 +392,7 @@ fn mirrors_belong_to_links(state: &MulticlusterState) -> CheckResult {
 }
 
 fn members_belong_to_links(state: &MulticlusterState) -> CheckResult {
-    // Without the Links, it is unknown which members have none.
+    // If the Links could not be listed, it is unknown which clusters have no Link.
     let Ok(links) = &state.links else { return Ok(()) };
     let mirrors = listed_objects("Services and Endpoints", &state.mirrors)?;
     let mut lines = Vec::new();

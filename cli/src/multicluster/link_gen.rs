@@ -130,7 +130,7 @@ pub(super) fn link_manifests(args: &Args, flags: &kubernetes::Flags) -> anyhow::
     manifests(args, &target, &flags.linkerd_namespace)
 }
 
-/// Parses the duration of a token. Kubernetes has a minimum.
+/// Parses the duration of a token, which is at least [`MIN_TOKEN_DURATION`], the minimum of Kubernetes.
 fn parse_token_duration(text: &str) -> Result<Duration, String> {
     match duration::parse(text) {
         Ok(wanted) if wanted >= MIN_TOKEN_DURATION => Ok(wanted),
@@ -204,7 +204,7 @@ async fn read_target(args: &Args, cluster: &Cluster, access: &Config) -> anyhow:
     })
 }
 
-/// A token of the account: a new one if it is to expire, otherwise that of its Secret.
+/// The token of the kubeconfig: with `--token-duration` a new one that expires, otherwise the token in the Secret of the account.
 async fn read_token(args: &Args, cluster: &Cluster) -> anyhow::Result<String> {
     let (namespace, name) = (&args.namespace, &args.service_account_name);
     let accounts: Api<ServiceAccount> = Api::namespaced(cluster.client.clone(), namespace);

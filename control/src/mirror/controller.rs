@@ -69,7 +69,7 @@ struct RemoteObjects {
     watches: Watches,
     services: Store<Service>,
     slices: Store<EndpointSlice>,
-    /// Listed instead of `slices` if the account may not read these.
+    /// Watched instead of `slices` if the account may not read EndpointSlices.
     endpoints: Store<Endpoints>,
     events: EventRecorder,
 }

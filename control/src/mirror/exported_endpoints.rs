@@ -51,7 +51,7 @@ pub(super) fn endpoints_by_service(
         };
         let namespace = slice.metadata.namespace.as_deref().unwrap_or_default();
         let exported = services.entry(NamespacedName::new(namespace, &**service)).or_default();
-        exported.see_version(&slice.metadata);
+        exported.update_version(&slice.metadata);
         for endpoint in &slice.endpoints {
             exported.add(Address {
                 is_ready: is_ready(endpoint),
@@ -71,7 +71,7 @@ fn is_ready(endpoint: &Endpoint) -> bool {
 impl From<&Endpoints> for ExportedEndpoints {
     fn from(endpoints: &Endpoints) -> Self {
         let mut exported = Self::default();
-        exported.see_version(&endpoints.metadata);
+        exported.update_version(&endpoints.metadata);
         for subset in endpoints.subsets.iter().flatten() {
             for (addresses, is_ready) in [(&subset.addresses, true), (&subset.not_ready_addresses, false)] {
                 for address in addresses.iter().flatten() {
@@ -87,7 +87,7 @@ impl From<&Endpoints> for ExportedEndpoints {
 }
 
 impl ExportedEndpoints {
-    fn see_version(&mut self, metadata: &ObjectMeta) {
+    fn update_version(&mut self, metadata: &ObjectMeta) {
         let number = |version: &Option<String>| version.as_ref().and_then(|version| version.parse::<u64>().ok());
         if number(&metadata.resource_version) >= number(&self.resource_version) {
             self.resource_version.clone_from(&metadata.resource_version);

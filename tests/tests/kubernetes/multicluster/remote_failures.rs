@@ -52,7 +52,7 @@ impl ReverseProxy {
         }
     }
 
-    /// Writes a kubeconfig like that of the API server, but for this proxy.
+    /// Writes a copy of the kubeconfig with the address of this proxy instead of that of the API server.
     fn write_kubeconfig(&self, server: &ApiServer, access: &Path) -> PathBuf {
         let path = access.with_extension(self.addr.port().to_string());
         let text = fs::read_to_string(access).unwrap();
