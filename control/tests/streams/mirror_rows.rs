@@ -5,7 +5,7 @@ use tulle_control::cluster::{Config, Ipv6};
 use tulle_control::resources::service::EndpointsSource;
 use tulle_proto::destination::DestinationProfile;
 
-use crate::destination_rows::{added_words, check};
+use crate::destination_rows::{CONTAINER, added_words, check, pod};
 use crate::harness::{mesh, mesh_with, next, update_summary};
 use crate::outbound_rows::{self, CLIENT, TO_WEB, route, services};
 use crate::show::show;
@@ -91,6 +91,38 @@ async fn mirror_addresses_lead_to_the_gateway_with_the_remote_service_name() {
             let endpoints = added_words(next(&mut mesh.get(MIRROR).await.unwrap()).await);
             assert_eq!(endpoints.len(), 1, "{what}: {endpoints:?}");
             let expected = format!("{expected} target_cluster=east !transport !opaque");
+            check(&format!("{what}, {source:?}"), &endpoints[0], &expected);
+        }
+    }
+}
+
+/// The annotations are a contract: any program can list addresses that lead to another cluster.
+#[tokio::test]
+async fn the_annotations_of_mirrors_describe_addresses_of_any_service_but_not_pods() {
+    let annotations = format!("mirror.linkerd.io/remote-gateway-identity: {GATEWAY}, {REMOTE_NAME}");
+    let labels = "mirror.linkerd.io/mirrored-service: \"true\", mirror.linkerd.io/cluster-name: east";
+    let target = "targetRef: {kind: Pod, name: web-1, namespace: shop}";
+    for source in [EndpointsSource::EndpointSlices, EndpointsSource::Endpoints] {
+        let listing = mirror(source, &annotations, "203.0.113.9", true);
+        assert!(listing.contains(labels), "{listing}");
+        let unlabelled = listing.replace(labels, "");
+        let of_pod = unlabelled
+            .replace("\"203.0.113.9\"}", &format!("\"203.0.113.9\", {target}}}"))
+            .replace("\"203.0.113.9\"]", &format!("\"203.0.113.9\"], {target}"));
+        let of_pod = of_pod + &pod("web-1", "203.0.113.9", "labels: {}", CONTAINER);
+        let gateway = format!("h2 tls={GATEWAY} authority=web.shop.svc.east.test:80 !target");
+        for (what, manifests, expected) in [
+            ("an address without a pod", unlabelled, &*gateway),
+            ("a pod", of_pod, "pod=web-1 !authority !tls !target"),
+        ] {
+            let config = Config {
+                endpoints_source: source,
+                ..Config::default()
+            };
+            let mesh = mesh_with(&manifests, config).await;
+            let endpoints = added_words(next(&mut mesh.get(MIRROR).await.unwrap()).await);
+            assert_eq!(endpoints.len(), 1, "{what}: {endpoints:?}");
+            let expected = format!("203.0.113.9:4143 {expected}");
             check(&format!("{what}, {source:?}"), &endpoints[0], &expected);
         }
     }

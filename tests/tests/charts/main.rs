@@ -8,6 +8,7 @@ mod gateway_crds;
 mod install;
 mod monitoring;
 mod multicluster;
+mod multicluster_commands;
 mod objects;
 mod permissions;
 mod render;

@@ -2,6 +2,7 @@
 //! Services only a minute after its Link is deleted.
 
 use anyhow::ensure;
+use serde_json::Value;
 use tulle_tests::images::Image;
 use tulle_tests::linked_clusters::{LinkedClusters, NAMESPACE, tulle};
 use tulle_tests::meshed::MeshedCluster;
@@ -34,8 +35,7 @@ pub(super) async fn a_gateway_with_node_ports_is_used(linked: &LinkedClusters) {
 /// After `unlink` and `uninstall`, nothing of the other cluster is left, and the other cluster is as before.
 pub(super) async fn an_unlinked_cluster_leaves_nothing(linked: &LinkedClusters) {
     let (west, east) = (&linked.west, &linked.east);
-    let exported = "get services -n shop -l mirror.linkerd.io/exported -o name";
-    let before = east.kubectl(exported).await.unwrap();
+    let before = objects_of_users(east).await;
     delete_output_of(west, "multicluster unlink --cluster-name east").await;
     let members = "get service -n shop web-federated -o jsonpath={.metadata.annotations}";
     let has_left = async || {
@@ -54,12 +54,40 @@ pub(super) async fn an_unlinked_cluster_leaves_nothing(linked: &LinkedClusters) 
         .wait_until("nothing of the other cluster is left", is_clean)
         .await
         .unwrap();
-    assert_eq!(east.kubectl(exported).await.unwrap(), before);
+    assert_eq!(objects_of_users(east).await, before);
     east.cluster
         .wait_for_deployment(NAMESPACE, "linkerd-gateway")
         .await
         .unwrap();
 }
+
+/// The objects of the application and of the extension, without what Kubernetes changes by itself: statuses, versions, and objects of
+/// other kinds, such as pods.
+async fn objects_of_users(cluster: &MeshedCluster) -> Vec<Value> {
+    let mut objects = Vec::new();
+    for namespace in ["shop", NAMESPACE] {
+        let get = format!("get {KINDS_OF_USERS} -n {namespace} -o json");
+        let mut list: Value = serde_json::from_str(&cluster.kubectl(&get).await.unwrap()).unwrap();
+        for object in list["items"].as_array_mut().unwrap() {
+            object.as_object_mut().unwrap().remove("status");
+            object["metadata"].as_object_mut().unwrap().remove("resourceVersion");
+            objects.push(object.take());
+        }
+    }
+    let has = |kind: &str, name: &str| {
+        let mut found = objects.iter();
+        found.any(|object| object["kind"] == kind && object["metadata"]["name"] == name)
+    };
+    assert!(
+        has("Service", "web") && has("Deployment", "linkerd-gateway"),
+        "{objects:?}"
+    );
+    objects
+}
+
+const KINDS_OF_USERS: &str = "services,deployments,statefulsets,configmaps,secrets,serviceaccounts,roles,rolebindings,\
+                              servers.policy.linkerd.io,authorizationpolicies.policy.linkerd.io,\
+                              meshtlsauthentications.policy.linkerd.io,networkauthentications.policy.linkerd.io";
 
 /// Fails if an object of any kind belongs to a linked cluster, or if there are credentials of one.
 async fn nothing_is_left(cluster: &MeshedCluster) -> anyhow::Result<()> {

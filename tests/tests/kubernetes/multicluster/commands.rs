@@ -2,9 +2,7 @@
 
 use tulle_control::trust;
 
-use super::printed::{
-    ACCOUNT, HIGHLY_AVAILABLE_WITH_CONTROLLER, INSTALLATION, LEGACY_CONTROLLER, LINK, MIRRORED, assert_printed,
-};
+use super::printed::{ACCOUNT, LEGACY_CONTROLLER, LINK, MIRRORED, UNINSTALLATION, assert_printed, printed_objects};
 use super::*;
 use crate::cli::{CommandOutput, assert_contains, kubectl, tulle};
 
@@ -57,7 +55,6 @@ async fn install(west: &ApiServer, east: &ApiServer) {
             "fix: kubectl describe deployments,pods -n linkerd",
         ],
     );
-    check_installations(west).await;
     for (server, values) in [
         (east, "identityTrustDomain=east.test"),
         (west, "controllers[0].link.ref.name=east --gateway=false"),
@@ -75,18 +72,6 @@ async fn install(west: &ApiServer, east: &ApiServer) {
         "{}",
         gateways.err
     );
-}
-
-/// Checks which objects `install` prints.
-async fn check_installations(server: &ApiServer) {
-    let install = "multicluster install --ignore-cluster";
-    assert_printed(&tulle(server, install).await.out, INSTALLATION);
-    let others = INSTALLATION
-        .into_iter()
-        .filter(|object| !object.starts_with("Deployment"));
-    let install = format!("{install} --ha --set controllers[0].link.ref.name=east");
-    let expected = others.chain(HIGHLY_AVAILABLE_WITH_CONTROLLER);
-    assert_printed(&tulle(server, &install).await.out, expected);
 }
 
 /// Checks the labels by which `linkerd multicluster check` finds the permissions of the controller.
@@ -297,11 +282,18 @@ async fn clusters_are_linked_and_unlinked_by_the_output_of_commands() {
     wait_for_addresses(&west, "web-east", 1).await;
     check(&west, &east).await;
 
+    apply(&west, &link("north")).await;
     let still_linked = tulle(&west, "mc uninstall").await;
+    // `kubectl delete` would delete what is printed.
+    assert_eq!((still_linked.success, &*still_linked.out), (false, ""));
     assert_contains(
         &still_linked.err,
-        &["there are Links to east", "tulle multicluster unlink"],
+        &["there are Links to east, north; ", "tulle multicluster unlink"],
     );
+    links(&west, "v1alpha3")
+        .delete("north", &Default::default())
+        .await
+        .unwrap();
     let missing = tulle(&west, "mc unlink --cluster-name north").await;
     assert_contains(&missing.err, &["there is no Link linkerd-multicluster/north"]);
     let unlinked = tulle(&west, "mc unlink --cluster-name east").await;
@@ -312,14 +304,9 @@ async fn clusters_are_linked_and_unlinked_by_the_output_of_commands() {
     let federated = json!({"mirror.linkerd.io/mirrored-service": "true"});
     apply(&west, &service("web-federated", &federated)).await;
     let all = tulle(&west, "mc uninstall").await;
+    assert_eq!(printed_objects(&all.out), UNINSTALLATION);
     let deleted = kubectl(&west, "delete --wait=false -f -", &all.out).await;
-    for expected in [
-        "namespace \"linkerd-multicluster\"",
-        "remote-discovery-east",
-        "service \"web-federated\"",
-    ] {
-        assert!(deleted.contains(expected), "{expected} is not in {deleted}");
-    }
+    assert_eq!(deleted.lines().count(), UNINSTALLATION.len(), "{deleted}");
 }
 
 /// Writes the token of the account as Kubernetes does.

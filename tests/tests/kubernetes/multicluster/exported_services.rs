@@ -188,14 +188,19 @@ async fn check_changes(west: &ApiServer, east: &ApiServer) {
         .unwrap();
     wait_until_gone(west, "late-east").await;
 
-    // A deleted mirror is created again.
-    let before = local.get("web-east").await.unwrap().metadata.uid;
+    // A deleted mirror is created again, with its Endpoints, which Kubernetes deletes after their Service.
+    let local_endpoints = Api::<Endpoints>::namespaced(west.client(), "shop");
+    let service_before = local.get("web-east").await.unwrap().metadata.uid;
+    let endpoints_before = local_endpoints.get("web-east").await.unwrap().metadata.uid;
     local.delete("web-east", &Default::default()).await.unwrap();
+    local_endpoints.delete("web-east", &Default::default()).await.unwrap();
     let is_new = async || {
-        let found = local.get_opt("web-east").await.unwrap()?;
-        (found.metadata.uid != before).then_some(())
+        let service = local.get_opt("web-east").await.unwrap()?;
+        let endpoints = local_endpoints.get_opt("web-east").await.unwrap()?;
+        let uids = (service.metadata.uid, endpoints.metadata.uid);
+        (uids.0 != service_before && uids.1 != endpoints_before).then_some(())
     };
-    eventually("web-east exists again", is_new).await;
+    eventually("web-east and its Endpoints exist again", is_new).await;
     wait_for_addresses(west, "web-east", 1).await;
 }
 
@@ -290,9 +295,22 @@ async fn check_broken_access(west: &ApiServer, east: &ApiServer, mirror: &Mirror
     wait_for_condition(west, "east", "mirrorServices", ("web", "True", "")).await;
 }
 
-/// Checks that members leave when a client that knows only `v1alpha1` removes the selector of members from the Link, and that the
+/// Checks that members leave and exclusions end when a client that knows only `v1alpha1` removes both from the Link, and that the
 /// mirror then follows the Link as before.
 async fn check_write_in_an_old_version(west: &ApiServer, east: &ApiServer) {
+    let wait_for_label = async |expected: Option<&str>| {
+        let has_label = async || {
+            let mirror = services(west.client()).get("web-east").await.unwrap();
+            let labels = mirror.metadata.labels.unwrap();
+            (labels.get("app").map(String::as_str) == expected).then_some(())
+        };
+        eventually(&format!("the label app of web-east is {expected:?}"), has_label).await;
+    };
+    let mut excluding = link("east");
+    excluding["spec"]["excludedLabels"] = json!(["app"]);
+    excluding["spec"]["excludedAnnotations"] = json!(["text"]);
+    apply(west, &excluding).await;
+    wait_for_label(None).await;
     let member = json!({"mirror.linkerd.io/federated": "member"});
     apply(east, &service("member", &member)).await;
     wait_for_condition(west, "east", "federatedServices", ("member", "True", "")).await;
@@ -300,8 +318,11 @@ async fn check_write_in_an_old_version(west: &ApiServer, east: &ApiServer) {
     let link = old.get("east").await.unwrap();
     old.replace("east", &Default::default(), &link).await.unwrap();
     wait_until_gone(west, "member-federated").await;
+    wait_for_label(Some("web")).await;
     let link = links(west, "v1alpha3").get("east").await.unwrap();
-    assert_eq!(link.data["spec"]["federatedServiceSelector"], Value::Null);
+    for field in ["federatedServiceSelector", "excludedLabels", "excludedAnnotations"] {
+        assert_eq!(link.data["spec"][field], Value::Null, "{field}");
+    }
     let exported = json!({"mirror.linkerd.io/exported": "true"});
     apply(east, &service("afterwards", &exported)).await;
     for name in ["web", "afterwards"] {
