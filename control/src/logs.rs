@@ -147,45 +147,16 @@ fn is_unquoted(value: &str) -> bool {
 #[cfg(test)]
 pub(crate) mod tests {
     use std::io;
-    use std::sync::Arc;
 
-    use parking_lot::Mutex;
-    use tracing_subscriber::fmt::MakeWriter;
+    use tulle_core::log_capture::LogCapture;
 
     use super::*;
 
-    #[derive(Clone, Default)]
-    struct Sink(Arc<Mutex<Vec<u8>>>);
-
-    impl io::Write for Sink {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    impl MakeWriter<'_> for Sink {
-        type Writer = Self;
-
-        fn make_writer(&self) -> Self {
-            self.clone()
-        }
-    }
-
     /// Runs a function on this thread and returns its log lines.
     pub(crate) fn capture_lines(run: impl FnOnce()) -> Vec<String> {
-        let sink = Sink::default();
-        let subscriber = tracing_subscriber::fmt()
-            .event_format(Plain)
-            .with_writer(sink.clone())
-            .finish();
-        tracing::subscriber::with_default(subscriber, run);
-        let text = String::from_utf8(sink.0.lock().clone()).unwrap();
-        text.lines().map(str::to_owned).collect()
+        let log = LogCapture::start_with(Plain);
+        run();
+        log.lines()
     }
 
     #[test]

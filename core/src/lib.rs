@@ -20,6 +20,7 @@ pub mod fair_budget;
 pub mod identity;
 pub mod issuer_constraints;
 pub mod listener;
+pub mod log_capture;
 pub mod log_limit;
 pub mod logging;
 pub mod memory;

@@ -199,9 +199,6 @@ fn policy_controller_flags_set_their_config_fields() {
 fn flags_without_effect_are_accepted_and_each_is_logged_once_and_has_a_metric() {
     let logged = |flags: &str| {
         let line = format!("identity --token-keys k {flags}");
-        // The first call registers the tracing call sites. Otherwise a thread without a subscriber could have cached
-        // them as disabled.
-        config(&line).unwrap();
         let mut in_metric = Vec::new();
         let lines = logs::tests::capture_lines(|| {
             in_metric = flags_in_metric(&config(&line).unwrap());

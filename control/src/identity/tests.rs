@@ -10,12 +10,12 @@ use std::time::{Duration, SystemTime};
 use http_body_util::BodyExt as _;
 use kube::Client;
 use kube::client::Body;
-use parking_lot::Mutex;
 use rcgen::{CertificateParams, DistinguishedName, KeyPair, SanType};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use serde_json::{Value, json};
 use tonic::{Code, Request};
 use tulle_core::drain;
+use tulle_core::log_capture::LogCapture;
 use tulle_core::readiness::Readiness;
 use tulle_proto::identity as proto;
 use tulle_proto::identity::identity_server::Identity as _;
@@ -139,41 +139,14 @@ fn csr(names: &[&str], key: &KeyPair) -> Vec<u8> {
 
 #[tokio::test]
 async fn refusals_of_a_client_and_certificates_of_a_workload_are_logged_once_a_minute() {
-    let send_requests = async || {
-        let test = TestService::new();
-        for _ in 0..3 {
-            test.certify(test.valid_request()).await.unwrap();
-            test.certify(proto::CertifyRequest::default()).await.unwrap_err();
-        }
-    };
-    let log_of_requests = async || {
-        let log = Log::default();
-        let written = log.clone();
-        let subscriber = tracing_subscriber::fmt().with_writer(move || log.clone()).finish();
-        let guard = tracing::subscriber::set_default(subscriber);
-        send_requests().await;
-        drop(guard);
-        String::from_utf8(written.0.lock().clone()).unwrap()
-    };
-    // The first call registers the tracing call sites. Otherwise a thread without a subscriber could have cached them as disabled.
-    log_of_requests().await;
-    let text = log_of_requests().await;
+    let log = LogCapture::start();
+    let test = TestService::new();
+    for _ in 0..3 {
+        test.certify(test.valid_request()).await.unwrap();
+        test.certify(proto::CertifyRequest::default()).await.unwrap_err();
+    }
     for message in ["certificate issued", "certificate refused"] {
-        assert_eq!(text.matches(message).count(), 1, "{message}: {text}");
-    }
-}
-
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+        assert_eq!(log.lines_with(message).len(), 1, "{message}: {:#?}", log.lines());
     }
 }
 

@@ -7,7 +7,6 @@ use http::Request as HttpRequest;
 use http_body_util::{BodyExt as _, Full};
 use hyper::client::conn::http1::{SendRequest, handshake};
 use hyper_util::rt::TokioIo;
-use parking_lot::Mutex;
 use proptest::prelude::*;
 use rustls::pki_types::ServerName;
 use rustls::version::{TLS12, TLS13};
@@ -21,6 +20,7 @@ use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tulle_core::drain::{self, Signal};
+use tulle_core::log_capture::LogCapture;
 use tulle_core::metrics::Registry;
 use tulle_core::names::annotation;
 use tulle_core::readiness::Readiness;
@@ -314,42 +314,15 @@ async fn a_head_that_is_too_long_is_refused() {
 
 #[tokio::test]
 async fn invalid_requests_of_a_client_are_logged_once_a_minute() {
-    let send_invalid_requests = async || {
-        let server = TestServer::start().await;
-        for _ in 0..3 {
-            server.send(Method::GET, "/", "").await;
-            server.review("admission.k8s.io/v1", &named("deny")).await;
-            server.review("admission.k8s.io/v1", "null").await;
-        }
-    };
-    let log_of_requests = async || {
-        let log = Log::default();
-        let written = log.clone();
-        let subscriber = tracing_subscriber::fmt().with_writer(move || log.clone()).finish();
-        let guard = tracing::subscriber::set_default(subscriber);
-        send_invalid_requests().await;
-        drop(guard);
-        String::from_utf8(written.0.lock().clone()).unwrap()
-    };
-    // The first call registers the tracing call sites. Otherwise a thread without a subscriber could have cached them as disabled.
-    log_of_requests().await;
-    let text = log_of_requests().await;
+    let log = LogCapture::start();
+    let server = TestServer::start().await;
+    for _ in 0..3 {
+        server.send(Method::GET, "/", "").await;
+        server.review("admission.k8s.io/v1", &named("deny")).await;
+        server.review("admission.k8s.io/v1", "null").await;
+    }
     for message in ["answered without a review", "an object is denied", "a review failed"] {
-        assert_eq!(text.matches(message).count(), 1, "{message}: {text}");
-    }
-}
-
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+        assert_eq!(log.lines_with(message).len(), 1, "{message}: {:#?}", log.lines());
     }
 }
 

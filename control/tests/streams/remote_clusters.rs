@@ -1,15 +1,13 @@
 //! Responses of `Get` for Services whose endpoints are in other clusters.
 
-use std::io;
-use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tokio::time::{Instant, timeout};
 use tonic::{Code, Streaming};
 use tulle_control::cluster::Config;
 use tulle_control::cluster::remote_clusters::RemoteCluster;
 use tulle_control::destination;
+use tulle_core::log_capture::LogCapture;
 use tulle_proto::destination::tls_identity::Strategy;
 use tulle_proto::destination::{Update, WeightedAddrSet, update};
 
@@ -418,30 +416,19 @@ async fn an_address_of_the_local_member_is_local_with_a_warning_for_each_pair_of
         let cluster_wide = exported("app", ips).replace("Policy: Local", "Policy: Cluster");
         service("web", &members) + &cluster_wide
     };
-    let warnings_of_changes = async || {
-        let log = Log::default();
-        let written = log.clone();
-        let subscriber = tracing_subscriber::fmt().with_writer(move || log.clone()).finish();
-        let guard = tracing::subscriber::set_default(subscriber);
-        let mesh = mesh(&with_local(&["10.2.0.1"])).await;
-        let _north = link(&mesh, "north", &exported("app", &["10.2.0.1", "10.2.0.2"])).await;
-        let _east = link(&mesh, "east", &exported("app", &["10.2.0.1", "10.2.0.2"])).await;
-        let mut stream = mesh.get(WEB).await.unwrap();
-        assert_eq!(addrs_by_cluster(&next_set(&mut stream).await), ["local", "north"]);
-        for _ in 0..2 {
-            mesh.manifests.write("mesh.yaml", &with_local(&[]));
-            assert_eq!(addrs_by_cluster(&next_set(&mut stream).await), ["north"]);
-            mesh.manifests.write("mesh.yaml", &with_local(&["10.2.0.1"]));
-            assert_eq!(addrs_by_cluster(&next_set(&mut stream).await), ["local"]);
-        }
-        drop(guard);
-        let text = String::from_utf8(written.0.lock().clone()).unwrap();
-        let warnings = text.lines().filter(|line| line.contains("pods with the same address"));
-        warnings.map(str::to_owned).collect::<Vec<_>>()
-    };
-    // The first call registers the tracing call sites. Otherwise a thread without a subscriber could have cached them as disabled.
-    warnings_of_changes().await;
-    let warnings = warnings_of_changes().await;
+    let log = LogCapture::start();
+    let mesh = mesh(&with_local(&["10.2.0.1"])).await;
+    let _north = link(&mesh, "north", &exported("app", &["10.2.0.1", "10.2.0.2"])).await;
+    let _east = link(&mesh, "east", &exported("app", &["10.2.0.1", "10.2.0.2"])).await;
+    let mut stream = mesh.get(WEB).await.unwrap();
+    assert_eq!(addrs_by_cluster(&next_set(&mut stream).await), ["local", "north"]);
+    for _ in 0..2 {
+        mesh.manifests.write("mesh.yaml", &with_local(&[]));
+        assert_eq!(addrs_by_cluster(&next_set(&mut stream).await), ["north"]);
+        mesh.manifests.write("mesh.yaml", &with_local(&["10.2.0.1"]));
+        assert_eq!(addrs_by_cluster(&next_set(&mut stream).await), ["local"]);
+    }
+    let warnings = log.lines_with("pods with the same address");
     let pairs = [("north", "local"), ("east", "local"), ("east", "north")];
     assert_eq!(warnings.len(), pairs.len(), "{warnings:#?}");
     for (warning, (cluster, other)) in warnings.iter().zip(pairs) {
@@ -457,20 +444,6 @@ fn addrs_by_cluster(set: &WeightedAddrSet) -> Vec<&str> {
     let of_set = set.metric_labels.get(label);
     let clusters = set.addrs.iter().map(|addr| addr.metric_labels.get(label).or(of_set));
     clusters.map(|name| name.map_or("local", String::as_str)).collect()
-}
-
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
 }
 
 #[tokio::test]

@@ -172,14 +172,13 @@ impl TransportHeaderFields {
 
 #[cfg(test)]
 mod tests {
-    use std::{
-        sync::atomic::{AtomicUsize, Ordering},
-        time::Duration,
-    };
+    use std::time::Duration;
 
     use tokio::net::{TcpListener, TcpSocket, TcpStream};
-    use tracing::{Event, Level, Metadata, Subscriber, span};
-    use tulle_core::metrics::{Labels, Registry};
+    use tulle_core::{
+        log_capture::LogCapture,
+        metrics::{Labels, Registry},
+    };
 
     use super::*;
     use crate::{
@@ -214,35 +213,9 @@ mod tests {
         Connector::new(&spec, Some(&creds), config.clone(), metrics)
     }
 
-    /// Counts log lines of the level `info`.
-    struct InfoLineCounter(Arc<AtomicUsize>);
-
-    impl Subscriber for InfoLineCounter {
-        fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-            *metadata.level() == Level::INFO
-        }
-
-        fn event(&self, _: &Event<'_>) {
-            self.0.fetch_add(1, Ordering::Relaxed);
-        }
-
-        fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
-            span::Id::from_u64(1)
-        }
-
-        fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
-
-        fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
-
-        fn enter(&self, _: &span::Id) {}
-
-        fn exit(&self, _: &span::Id) {}
-    }
-
     #[tokio::test]
     async fn failed_handshakes_with_an_endpoint_cause_one_log_line_a_minute() {
-        let n_lines = Arc::new(AtomicUsize::new(0));
-        let _logged = tracing::subscriber::set_default(InfoLineCounter(n_lines.clone()));
+        let log = LogCapture::start();
         let config = config(Duration::from_secs(10));
         for n_endpoints in 1..=2 {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -252,7 +225,7 @@ mod tests {
                 let (opened, ()) = tokio::join!(connector.open(None), close);
                 assert!(matches!(opened, Err(Error::Tls { .. })));
             }
-            assert_eq!(n_lines.load(Ordering::Relaxed), n_endpoints);
+            assert_eq!(log.lines().len(), n_endpoints, "{:#?}", log.lines());
         }
     }
 
