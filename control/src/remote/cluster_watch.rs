@@ -196,3 +196,137 @@ async fn end_cause(ended: Result<Result<(), SourceError>, JoinError>) -> String 
 const REQUEST_RATE: RequestRate = RequestRate { qps: 50.0, burst: 100 };
 const RECONNECT_DELAY: Duration = Duration::from_secs(10);
 const GAUGE_UPDATE_INTERVAL: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use futures_util::{StreamExt as _, stream};
+    use http::{Request, Response};
+    use http_body_util::StreamBody;
+    use hyper::body::Frame;
+    use k8s_openapi::ByteString;
+    use kube::client::Body;
+    use serde_json::{Value, json};
+    use tokio::sync::mpsc;
+    use tulle_core::drain;
+    use tulle_core::log_capture::LogCapture;
+    use tulle_core::metrics::Labels;
+
+    use super::*;
+    use crate::cluster::Config;
+
+    /// Returns a client of an API server that has no Secret, and a sender of the lines of its watch.
+    fn client_and_watch() -> (Client, mpsc::UnboundedSender<String>) {
+        let (sender, lines) = mpsc::unbounded_channel();
+        let mut lines = Some(lines);
+        let service = tower::service_fn(move |req: Request<Body>| {
+            let is_watch = req.uri().query().is_some_and(|query| query.contains("watch=true"));
+            let chunks = match lines.take_if(|_| is_watch) {
+                Some(mut lines) => stream::poll_fn(move |context| lines.poll_recv(context)).boxed(),
+                None => stream::iter([r#"{"metadata": {"resourceVersion": "1"}, "items": []}"#.to_owned()]).boxed(),
+            };
+            let frames = chunks.map(|chunk: String| Ok::<_, Infallible>(Frame::data(Bytes::from(chunk))));
+            std::future::ready(Ok::<_, Infallible>(Response::new(StreamBody::new(frames))))
+        });
+        (Client::new(service, "default"), sender)
+    }
+
+    /// A value of a Secret: a kubeconfig with these fields of the cluster and of the user.
+    fn kubeconfig(cluster: &Value, user: &Value) -> Value {
+        let text = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "c",
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+            "clusters": [{"name": "c", "cluster": cluster}],
+            "users": [{"name": "u", "user": user}],
+        });
+        json!(ByteString(text.to_string().into_bytes()))
+    }
+
+    /// The Secret that `link-gen` creates for the cluster `east`.
+    fn linked_secret() -> Value {
+        json!({
+            "apiVersion": "v1", "kind": "Secret", "type": "mirror.linkerd.io/remote-kubeconfig",
+            "metadata": {
+                "name": "cluster-credentials-east", "namespace": "linkerd",
+                "labels": {"multicluster.linkerd.io/cluster-name": "east"},
+                "annotations": {
+                    "multicluster.linkerd.io/trust-domain": "east.id",
+                    "multicluster.linkerd.io/cluster-domain": "east.test",
+                },
+            },
+            "data": {"kubeconfig": kubeconfig(&json!({"server": "https://192.0.2.1:6443"}), &json!({"token": "t"}))},
+        })
+    }
+
+    /// Changes of the Secret, each as the path of a field and its value, with the reason why the Secret is then refused.
+    fn refused_changes() -> [(&'static str, Value, &'static str); 8] {
+        let server = json!({"server": "https://192.0.2.1:6443"});
+        let program = kubeconfig(&server, &json!({"exec": {"command": "id"}}));
+        let file = json!({"server": "https://192.0.2.1:6443", "certificate-authority": "/etc/ca.crt"});
+        let file = kubeconfig(&file, &json!({"token": "t"}));
+        let without_domain = json!({"multicluster.linkerd.io/trust-domain": "east.id"});
+        let without_trust_domain = json!({"multicluster.linkerd.io/cluster-domain": "east.test"});
+        let other_cluster = json!({"multicluster.linkerd.io/cluster-name": "west"});
+        let no_label = "it does not have the label multicluster.linkerd.io/cluster-name=east";
+        [
+            ("/metadata/labels", json!({}), no_label),
+            ("/metadata/labels", other_cluster, no_label),
+            (
+                "/metadata/annotations",
+                without_trust_domain,
+                "it has no annotation multicluster.linkerd.io/trust-domain",
+            ),
+            (
+                "/metadata/annotations",
+                without_domain,
+                "it has no annotation multicluster.linkerd.io/cluster-domain",
+            ),
+            ("/data", json!({}), "it has no key kubeconfig"),
+            ("/data/kubeconfig", json!(ByteString(b"users: [".to_vec())), "not YAML"),
+            ("/data/kubeconfig", program, "the field exec,"),
+            ("/data/kubeconfig", file, "the field certificate-authority,"),
+        ]
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_secret_that_gives_no_access_is_logged_once_with_the_reason() {
+        let log = LogCapture::start();
+        let registry = Registry::new();
+        let gauge = |name: &str| registry.gauge(name, "A gauge.").get(&Labels::new());
+        let n_listed = gauge("cluster_store_size");
+        let clusters = AllClusters::from(Cluster::new(Config::default(), &registry));
+        let (client, watch_lines) = client_and_watch();
+        let (_signal, drain) = drain::channel();
+        let watch = RemoteClusterWatch {
+            name: "east".into(),
+            clusters: clusters.clone(),
+            client,
+            registry: registry.clone(),
+            gauges: Gauges {
+                n_listed: n_listed.clone(),
+                is_up_to_date: gauge("tulle_remote_cluster_up_to_date"),
+            },
+            unlink_delay: Duration::from_secs(60),
+            drain,
+        };
+        let _running = tokio::spawn(watch.run());
+        for (n, (path, value, reason)) in refused_changes().into_iter().enumerate() {
+            let mut secret = linked_secret();
+            *secret.pointer_mut(path).unwrap() = value;
+            // In the second version, only an annotation of another tool differs.
+            for version in [2 * n + 2, 2 * n + 3] {
+                secret["metadata"]["resourceVersion"] = json!(version.to_string());
+                secret["metadata"]["annotations"]["example.com/version"] = json!(version.to_string());
+                let line = json!({"type": "MODIFIED", "object": secret});
+                watch_lines.send(format!("{line}\n")).unwrap();
+                // The clock is paused, so this is not a wait: all tasks run until nothing is left to do before the time passes.
+                sleep(Duration::from_secs(1)).await;
+            }
+            let refused = log.lines_with("the Secret gives no access to the cluster");
+            assert_eq!(refused.len(), n + 1, "{path}: {refused:#?}");
+            assert!(refused[n].contains(reason), "{reason}: {}", refused[n]);
+        }
+        assert_eq!(n_listed.get(), 0);
+        assert!(matches!(clusters.remote.get("east"), RemoteCluster::Pending { .. }));
+    }
+}
