@@ -72,6 +72,8 @@ pub(super) struct Exclusions(Vec<String>);
 pub(crate) enum LinkError {
     #[error("spec is invalid: {0}")]
     Spec(String),
+    #[error("spec.{field} is invalid: {cause}")]
+    Selector { field: &'static str, cause: String },
     #[error("spec.{0} is empty")]
     Empty(&'static str),
     #[error(
@@ -93,9 +95,9 @@ struct RawSpec {
     gateway_port: String,
     gateway_identity: String,
     probe_spec: RawProbeSpec,
-    selector: ExportSelector,
-    remote_discovery_selector: ExportSelector,
-    federated_service_selector: ExportSelector,
+    selector: Value,
+    remote_discovery_selector: Value,
+    federated_service_selector: Value,
     excluded_annotations: Exclusions,
     excluded_labels: Exclusions,
 }
@@ -128,7 +130,8 @@ impl Link {
     }
 
     /// # Errors
-    /// Fails if a required field is empty, or a value is invalid.
+    /// Fails if a required field is empty, or a value is invalid. An invalid selector must not select nothing: the mirrors of the
+    /// Link would be deleted because of a typing error.
     pub(crate) fn parse(object: &DynamicObject) -> Result<Self, LinkError> {
         let spec = object.data.get("spec").cloned().unwrap_or(Value::Null);
         let raw: RawSpec = match spec {
@@ -156,9 +159,9 @@ impl Link {
             cluster: raw.target_cluster_name,
             domain: raw.target_cluster_domain,
             credentials_secret: raw.cluster_credentials_secret,
-            gateway_selector: raw.selector,
-            remote_discovery_selector: raw.remote_discovery_selector,
-            federated_selector: raw.federated_service_selector,
+            gateway_selector: parse_selector("selector", raw.selector)?,
+            remote_discovery_selector: parse_selector("remoteDiscoverySelector", raw.remote_discovery_selector)?,
+            federated_selector: parse_selector("federatedServiceSelector", raw.federated_service_selector)?,
             excluded_labels: raw.excluded_labels,
             excluded_annotations: raw.excluded_annotations,
         })
@@ -246,6 +249,13 @@ impl Exclusions {
 /// The non-empty parts of a comma-separated list, without surrounding spaces.
 pub(super) fn comma_separated(text: &str) -> impl Iterator<Item = &str> {
     text.split(',').map(str::trim).filter(|part| !part.is_empty())
+}
+
+fn parse_selector(field: &'static str, selector: Value) -> Result<ExportSelector, LinkError> {
+    serde_json::from_value(selector).map_err(|err| LinkError::Selector {
+        field,
+        cause: err.to_string(),
+    })
 }
 
 fn parse_port(field: &'static str, value: &str) -> Result<u16, LinkError> {
@@ -364,6 +374,28 @@ mod tests {
         ] {
             let link = parse_with(json!({ "selector": selector })).unwrap();
             assert_eq!(link.gateway_selector.matches(&labels), expected, "{selector}");
+        }
+    }
+
+    #[test]
+    fn a_link_with_an_invalid_selector_is_invalid_and_the_selector_is_named() {
+        for field in ["selector", "remoteDiscoverySelector", "federatedServiceSelector"] {
+            for (expression, problem) in [
+                (
+                    json!({"key": "app", "operator": "In", "values": []}),
+                    "In with 0 values",
+                ),
+                (
+                    json!({"key": "app", "operator": "Exists", "values": ["a"]}),
+                    "Exists with 1 values",
+                ),
+                (json!({"key": "app", "operator": "Near"}), "Near with 0 values"),
+            ] {
+                let selector = json!({"matchExpressions": [expression]});
+                let error = parse_with(json!({ (field): selector })).unwrap_err().to_string();
+                let expected = format!("spec.{field} is invalid: selector on app: {problem};");
+                assert!(error.starts_with(&expected), "{error}");
+            }
         }
     }
 

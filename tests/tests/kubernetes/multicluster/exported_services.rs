@@ -295,6 +295,22 @@ async fn check_broken_access(west: &ApiServer, east: &ApiServer, mirror: &Mirror
     wait_for_condition(west, "east", "mirrorServices", ("web", "True", "")).await;
 }
 
+/// Checks that the mirrors stay while a selector of the Link is invalid, and that the status names it.
+async fn check_invalid_selector(west: &ApiServer, mirror: &Mirror) {
+    let links = links(west, "v1alpha3");
+    let set_expressions = async |expressions: Value| {
+        let patch = Patch::Merge(json!({"spec": {"selector": {"matchExpressions": expressions}}}));
+        links.patch("east", &PatchParams::default(), &patch).await.unwrap();
+    };
+    set_expressions(json!([{"key": "app", "operator": "In"}])).await;
+    let cause = "spec.selector is invalid: selector on app: In with 0 values";
+    wait_for_condition(west, "east", "mirrorServices", ("web", "Unknown", cause)).await;
+    assert_eq!(mirror.metric(SYNCED), Some(0.0));
+    assert!(services(west.client()).get_opt("web-east").await.unwrap().is_some());
+    set_expressions(Value::Null).await;
+    wait_for_condition(west, "east", "mirrorServices", ("web", "True", "")).await;
+}
+
 /// Checks that members leave and exclusions end when a client that knows only `v1alpha1` removes both from the Link, and that the
 /// mirror then follows the Link as before.
 async fn check_write_in_an_old_version(west: &ApiServer, east: &ApiServer) {
@@ -381,6 +397,7 @@ async fn exported_services_are_mirrored_while_their_cluster_can_be_read_and_kept
     let mirror = check_restart(&west, &east, &proxy, config).await;
     check_created_namespace(&west, &east).await;
     check_broken_access(&west, &east, &mirror).await;
+    check_invalid_selector(&west, &mirror).await;
     check_write_in_an_old_version(&west, &east).await;
     check_deleted_link(&west, &east, mirror).await;
 
