@@ -500,20 +500,26 @@ async fn members_of_other_clusters_are_used_with_prefer_local_only_while_the_loc
 
 #[tokio::test]
 async fn a_change_of_the_kind_of_discovery_reaches_open_streams() {
-    let local =
-        exported("web", &["10.1.0.1"]).replace("internalTrafficPolicy: Local", "internalTrafficPolicy: Cluster");
+    let cluster_wide = |name: &str, ip: &str| exported(name, &[ip]).replace("Policy: Local", "Policy: Cluster");
+    let local = cluster_wide("web", "10.1.0.1");
+    let members =
+        federation("multicluster.linkerd.io/local-discovery: app, multicluster.linkerd.io/remote-discovery: app@east");
+    let mirror = service("web", &mirror_of("east", "app"));
+    let federated = service("web", &members) + &cluster_wide("app", "10.1.0.2");
     let mesh = mesh(&local).await;
     let _east = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
-    let mut stream = mesh.get(WEB).await.unwrap();
-    assert_eq!(next_summary(&mut stream).await, "+10.1.0.1:8080");
-    for _ in 0..2 {
-        mesh.manifests
-            .write("mesh.yaml", &service("web", &mirror_of("east", "app")));
-        assert_eq!(next_summary(&mut stream).await, "+10.2.0.1:8080");
-        assert_eq!(next_summary(&mut stream).await, "-10.1.0.1:8080");
-        mesh.manifests.write("mesh.yaml", &local);
+    for (changed, addrs) in [(&mirror, "10.2.0.1:8080"), (&federated, "10.1.0.2:8080,10.2.0.1:8080")] {
+        let mut stream = mesh.get(WEB).await.unwrap();
         assert_eq!(next_summary(&mut stream).await, "+10.1.0.1:8080");
-        assert_eq!(next_summary(&mut stream).await, "-10.2.0.1:8080");
+        // Additions come before removals, so that the client always has endpoints.
+        for _ in 0..2 {
+            mesh.manifests.write("mesh.yaml", changed);
+            assert_eq!(next_summary(&mut stream).await, format!("+{addrs}"));
+            assert_eq!(next_summary(&mut stream).await, "-10.1.0.1:8080");
+            mesh.manifests.write("mesh.yaml", &local);
+            assert_eq!(next_summary(&mut stream).await, "+10.1.0.1:8080");
+            assert_eq!(next_summary(&mut stream).await, format!("-{addrs}"));
+        }
     }
 }
 
