@@ -4,6 +4,7 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::net::Ipv4Addr;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -19,6 +20,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tonic::body::Body;
 use tonic::service::Routes;
 use tower::Service as _;
+use tulle_control::cluster::remote_clusters::{AllClusters, RemoteCluster, RemoteClusters};
 use tulle_control::cluster::{Cluster, Config};
 use tulle_control::resources::event::Event;
 use tulle_control::resources::{Kind, decode};
@@ -119,15 +121,15 @@ fn pod(service: usize, n: usize) -> Event {
     )
 }
 
-/// Returns a Service of ten pods, with its slice.
-fn service_and_slice(service: usize) -> Vec<Event> {
+/// Returns a Service of these pods, with its slice.
+fn service_and_slice(service: usize, pods: Range<usize>) -> Vec<Event> {
     let endpoint = |n| {
         json!({
             "addresses": [pod_ip(n)], "nodeName": format!("node-{}", n % 100), "zone": "a",
             "targetRef": {"kind": "Pod", "namespace": "shop", "name": pod_name(service, n)},
         })
     };
-    let endpoints: Vec<Value> = (10 * service..10 * service + 10).map(endpoint).collect();
+    let endpoints: Vec<Value> = pods.map(endpoint).collect();
     let ip = format!("10.96.{}.{}", service / 250, service % 250);
     vec![
         object(
@@ -246,7 +248,7 @@ async fn objects_and_values_are_small() {
     let with_pods = in_use();
     check("pod", with_pods - start, 10 * N_SERVICES, MAX_BYTES_PER_POD);
     for service in 0..N_SERVICES {
-        sink.apply(service_and_slice(service));
+        sink.apply(service_and_slice(service, 10 * service..10 * service + 10));
     }
     let with_services = in_use();
     check("Service", with_services - with_pods, N_SERVICES, MAX_BYTES_PER_SERVICE);
@@ -274,6 +276,98 @@ async fn objects_and_values_are_small() {
     let with_streams = in_use();
     assert!(with_messages > with_streams + N_SERVICES * 1000);
     check("value", with_streams - with_services, N_SERVICES, MAX_BYTES_PER_VALUE);
+}
+
+/// Returns a federated Service whose member is in the cluster `east`, and a node in each of two zones.
+fn federated_service_and_nodes() -> Vec<Event> {
+    let node = |name: &str, zone: &str| {
+        let labels = json!({"topology.kubernetes.io/zone": zone});
+        object(Kind::Node, json!({"metadata": {"name": name, "labels": labels}}))
+    };
+    let annotations = json!({"multicluster.linkerd.io/remote-discovery": "web-0@east"});
+    let service = json!({
+        "metadata": {"name": "all", "namespace": "shop", "annotations": annotations},
+        "spec": {"clusterIP": "None", "ports": [{"port": 80}]},
+    });
+    vec![
+        object(Kind::Service, service),
+        node("near", "a"),
+        node("far", "b"),
+        Event::Synced,
+    ]
+}
+
+/// Waits for the next message of a stream.
+async fn next_message(body: &mut Body) -> Bytes {
+    let frame = tokio::time::timeout(Duration::from_secs(20), body.frame()).await;
+    frame.unwrap().unwrap().unwrap().into_data().unwrap()
+}
+
+/// All clients share the endpoints of the member and one encoded message for each zone, and nothing is kept for a client that does
+/// not read.
+#[tokio::test]
+async fn clients_of_a_federated_service_need_no_memory_for_its_endpoints() {
+    let in_use = || IN_USE.load(Ordering::Relaxed);
+    let cluster = Cluster::new(Config::default(), &Registry::new());
+    cluster.sink().apply(federated_service_and_nodes());
+    let config = Config::default().for_remote_cluster("east", "east.test", "east.test");
+    let east = Cluster::new(config, &Registry::new());
+    let sink = east.sink();
+    sink.apply((0..2 * N_MEMBER_PODS).map(|n| pod(0, n)).collect());
+    // Each replaces all endpoints.
+    let endpoints = |n: usize| service_and_slice(0, n % 2 * N_MEMBER_PODS..(n % 2 + 1) * N_MEMBER_PODS);
+    sink.apply(endpoints(0));
+    sink.apply(vec![Event::Synced]);
+    let clusters = AllClusters {
+        local: cluster,
+        remote: RemoteClusters::default(),
+    };
+    clusters.remote.set("east", RemoteCluster::Listed(east));
+    let config = destination::config::Config::default();
+    let mut gets = destination::server(clusters, ClientCertificates::Optional, config);
+    let mut streams = Vec::with_capacity(N_STREAMS);
+    let start = in_use();
+    let mut with_value = 0;
+    for n in 0..N_STREAMS {
+        let get = GetDestination {
+            path: "all.shop.svc.cluster.local:80".to_owned(),
+            context_token: format!(r#"{{"ns": "shop", "nodeName": "{}"}}"#, ["near", "far"][n % 2]),
+            ..GetDestination::default()
+        };
+        let mut stream = gets.call(request("x/Get", &get)).await.unwrap().into_body();
+        assert!(next_message(&mut stream).await.len() > N_MEMBER_PODS * 100);
+        streams.push(stream);
+        // Then both zones have their message.
+        if n == 1 {
+            with_value = in_use();
+        }
+    }
+    let check_streams = |when: &str| {
+        let bytes_per_stream = in_use().saturating_sub(with_value) / N_STREAMS;
+        eprintln!("stream of a federated Service, {when}: {bytes_per_stream} bytes");
+        assert!(
+            bytes_per_stream < MAX_BYTES_PER_STREAM,
+            "{when}: {bytes_per_stream} bytes"
+        );
+    };
+    check_streams("at the start");
+    let before_changes = in_use();
+    for n in 1..=N_CHANGES {
+        sink.apply(endpoints(n));
+        // One client reads, so that no change is skipped.
+        next_message(&mut streams[0]).await;
+    }
+    let (growth, value) = (in_use().saturating_sub(before_changes), with_value - start);
+    eprintln!("unread changes of a federated Service: {growth} bytes, its endpoints and two messages: {value} bytes");
+    assert!(
+        growth < value,
+        "{growth} bytes; the endpoints and two messages have {value}"
+    );
+    for stream in &mut streams[1..] {
+        next_message(stream).await;
+        assert!(ready_message(stream).is_none(), "one difference");
+    }
+    check_streams("after all changes");
 }
 
 /// A client can request policies of Services that do not exist. No other stream shares them.
@@ -414,6 +508,9 @@ const TYPE_SETTINGS: u8 = 4;
 const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
 const N_SERVICES: usize = 500;
+const N_MEMBER_PODS: usize = 1000;
+/// Changes of a federated Service. The number is odd, so that the last differs from the state before the first.
+const N_CHANGES: usize = 11;
 const N_STREAMS: usize = 1000;
 /// Maximum memory of a stream, not counting HTTP/2 and the task of the stream.
 const MAX_BYTES_PER_STREAM: usize = 1000;
