@@ -244,7 +244,7 @@ impl Merger {
             Some(RemoteDiscovery::Mirror(_) | RemoteDiscovery::Unnamed) => (None, MemberPreference::All),
         };
         let is_federated = matches!(own.remote.as_deref(), Some(RemoteDiscovery::Federated(_)));
-        let needs_listed_port = is_federated && own.is_port_listed;
+        let is_port_of_federated_service = is_federated && own.is_port_listed;
         let mut union = DeduplicatedMembers::new(&self.clusters.remote);
         if let Some(service) = local {
             union.add(service, None, own.clone());
@@ -257,12 +257,8 @@ impl Merger {
                 let RemoteService { cluster, name } = &member.service;
                 let service = NamespacedName::new(namespace.clone(), name.clone());
                 let mut endpoints = subscription.current();
-                // As for the local member: a member without a port of the federated Service has no endpoints for it.
-                if needs_listed_port && !endpoints.is_port_listed {
-                    endpoints = Arc::new(PublishedValue::new(Endpoints {
-                        existence: endpoints.existence,
-                        ..Endpoints::default()
-                    }));
+                if let Some(none) = endpoints.empty_if_port_is_missing(is_port_of_federated_service) {
+                    endpoints = Arc::new(PublishedValue::new(none));
                 }
                 union.add(service, Some(cluster.clone()), endpoints);
             }

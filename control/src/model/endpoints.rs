@@ -31,6 +31,16 @@ impl Endpoints {
         !self.endpoints.is_empty() && !self.are_terminating && self.scope != TrafficScope::Node
     }
 
+    /// The endpoints of a member of a federated Service that lacks a port of it: none, because the number of the port means nothing
+    /// to the pods of the member. `None` if the member has the port, or if the federated Service does not list it either.
+    pub fn empty_if_port_is_missing(&self, is_port_of_federated_service: bool) -> Option<Self> {
+        let is_missing = is_port_of_federated_service && !self.is_port_listed;
+        is_missing.then(|| Self {
+            existence: self.existence,
+            ..Self::default()
+        })
+    }
+
     pub fn get(&self, addr: SocketAddr) -> Option<&Arc<Endpoint>> {
         let found = self.endpoints.binary_search_by_key(&addr, |endpoint| endpoint.addr);
         found.ok().map(|at| &self.endpoints[at])

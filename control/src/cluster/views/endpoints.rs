@@ -58,20 +58,12 @@ impl View for EndpointsView {
                 let member = reader
                     .service(&name)
                     .filter(|member| member.kind != ServiceKind::ExternalName);
-                let endpoints = match member {
-                    None => Endpoints::default(),
-                    // A member without a port of the federated Service has no endpoints for it. The number of the port means nothing
-                    // to its pods.
-                    Some(member) if is_port_listed && member.port(key.port).is_none() => Endpoints {
-                        existence: Existence::Present,
-                        ..Endpoints::default()
-                    },
-                    Some(member) => local_endpoints(reader, config, member, key),
-                };
+                let endpoints = member.map(|member| local_endpoints(reader, config, member, key));
+                let endpoints = endpoints.unwrap_or_default();
                 Endpoints {
                     is_port_listed,
                     remote,
-                    ..endpoints
+                    ..endpoints.empty_if_port_is_missing(is_port_listed).unwrap_or(endpoints)
                 }
             }
             Some(_) => Endpoints {
