@@ -1,9 +1,12 @@
-//! Linkerd's command line and images, built outside of this repository, for tests of interoperation.
+//! Linkerd's programs and images, built outside of this repository, for tests of interoperation.
 
 use std::path::PathBuf;
 use std::{env, fs};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
+use tokio::process::Command;
+
+use crate::commands;
 
 /// The directory that `TULLE_TEST_LINKERD` names.
 pub struct Linkerd {
@@ -39,13 +42,34 @@ impl Linkerd {
     /// Fails if `TULLE_TEST_LINKERD` is not set.
     pub fn from_env() -> anyhow::Result<Self> {
         let dir = env::var_os("TULLE_TEST_LINKERD")
-            .context("set TULLE_TEST_LINKERD to a directory with Linkerd's program and images")?;
+            .context("set TULLE_TEST_LINKERD to a directory with Linkerd's programs and images")?;
         Ok(Self { dir: dir.into() })
     }
 
     /// The program `linkerd`.
     pub fn program(&self) -> PathBuf {
         self.dir.join("linkerd")
+    }
+
+    /// The program `controller`, which has the service mirror and the destination service as subcommands.
+    pub fn controller(&self) -> PathBuf {
+        self.dir.join("controller")
+    }
+
+    /// The version of the program `controller`, such as `edge-26.8.3`: that of its build, or else the value of the variable
+    /// `LINKERD_CONTAINER_VERSION_OVERRIDE`.
+    ///
+    /// # Errors
+    /// Fails if the program cannot be started or fails.
+    pub async fn controller_version(&self) -> anyhow::Result<String> {
+        let mut controller = Command::new(self.controller());
+        controller.args(["service-mirror", "-version"]);
+        let line = format!("{} service-mirror -version", self.controller().display());
+        let output = commands::output(&line, controller).await?;
+        let answer = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{line}: {}", answer.trim());
+        let version = String::from_utf8(output.stdout).context("the version of Linkerd")?;
+        Ok(version.trim().to_owned())
     }
 
     /// The docker archives of the images that the manifests of the program name: all files that end in `.tar`.

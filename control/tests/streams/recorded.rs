@@ -2,10 +2,9 @@
 //!
 //! The tables list the intended differences.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::fmt::Debug;
 use std::fs;
-use std::net::SocketAddr;
 
 use prost::Message;
 use prost_types::Duration;
@@ -14,15 +13,18 @@ use tulle_control::cluster::remote_clusters::RemoteCluster;
 use tulle_control::cluster::{Config, Ipv6};
 use tulle_control::destination;
 use tulle_proto::destination::http2_client_params::KeepAlive;
-use tulle_proto::destination::{DestinationProfile, Http2ClientParams, Update, WeightedAddr, update};
+use tulle_proto::destination::{DestinationProfile, Http2ClientParams, Update, update};
 use tulle_proto::inbound::Server;
 use tulle_proto::outbound::OutboundPolicy;
 
 use self::read::{Recorded, path, recorded};
+use self::updates::endpoints_after;
 use crate::harness::{Mesh, mesh_with, with_timeout};
 
 #[path = "../../../proto/recorded/read.rs"]
 mod read;
+#[path = "../../../proto/recorded/updates.rs"]
+mod updates;
 
 const CLIENT: &str = r#"{"ns":"front","pod":"front-0"}"#;
 const TOKEN: &str = r#"{"ns":"front","nodeName":"node-a","pod":"front-0"}"#;
@@ -102,8 +104,8 @@ async fn recorded_profiles_and_endpoints_of_linked_clusters_match() {
             });
             comparison.compare(
                 &recording,
-                theirs.map(endpoints),
-                ours.map(|update| endpoints(vec![update])),
+                theirs.map(endpoints_after),
+                ours.map(|update| endpoints_after(vec![update])),
             );
         }
     }
@@ -241,35 +243,6 @@ fn sort_endpoints(mut update: Update) -> Update {
         set.addrs.sort_by_key(|addr| format!("{:?}", addr.addr));
     }
     update
-}
-
-/// The endpoints after all updates of a stream, each with the labels of its set, and whether the service exists, if a message says
-/// that there are no endpoints.
-///
-/// Linkerd sends the endpoints of each cluster in a message of their own, and tulle all in one.
-fn endpoints(updates: Vec<Update>) -> (BTreeMap<String, WeightedAddr>, Option<bool>) {
-    let socket = |addr| SocketAddr::try_from(addr).unwrap().to_string();
-    let (mut endpoints, mut exists) = (BTreeMap::new(), None);
-    for update in updates {
-        match update.update.unwrap() {
-            update::Update::Add(set) => {
-                for mut addr in set.addrs {
-                    for (name, value) in &set.metric_labels {
-                        let label = addr.metric_labels.entry(name.clone());
-                        label.or_insert_with(|| value.clone());
-                    }
-                    endpoints.insert(socket(addr.addr.unwrap()), addr);
-                }
-            }
-            update::Update::Remove(set) => {
-                for addr in set.addrs {
-                    endpoints.remove(&socket(addr));
-                }
-            }
-            update::Update::NoEndpoints(none) => exists = Some(none.exists),
-        }
-    }
-    (endpoints, exists)
 }
 
 fn seconds(seconds: i64) -> Option<Duration> {

@@ -3,9 +3,11 @@
 mod commands;
 mod exported_services;
 mod leadership;
+mod linkerd_controller;
 mod linkerd_link;
 mod printed;
 mod recorded;
+mod recorded_responses;
 mod remote_endpoints;
 mod remote_failures;
 mod writes;

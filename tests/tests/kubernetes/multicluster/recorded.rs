@@ -1,6 +1,7 @@
 //! Compares the objects that the service mirror writes with those that Linkerd's service mirror wrote for the same inputs.
 //!
-//! `proto/recorded/multicluster` has the inputs and Linkerd's objects; `differences` lists the intended differences.
+//! `proto/recorded/multicluster` has the inputs and Linkerd's objects; `differences` lists the intended differences. The tests that
+//! need `TULLE_TEST_LINKERD` compare what another version of Linkerd writes.
 
 mod differences;
 
@@ -13,6 +14,7 @@ use serde::de::DeserializeOwned;
 use tulle_tests::cluster::AuditRecord;
 
 use self::differences::{Difference, FieldDifferences};
+use super::linkerd_controller::{LinkerdController, LinkerdProcess};
 use super::*;
 
 /// Inputs of a recording.
@@ -40,7 +42,7 @@ struct Step {
     west: Vec<Value>,
 }
 
-/// A Service of the cluster east that is deleted, with its Endpoints.
+/// A Service of the cluster east that is deleted, with its Endpoints and EndpointSlices.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Deleted {
@@ -65,22 +67,35 @@ impl Inputs {
     }
 }
 
+/// Whose service mirrors run.
+#[derive(Clone, Copy)]
+enum Program<'a> {
+    Tulle,
+    Linkerd(&'a LinkerdController),
+}
+
+/// A service mirror that runs.
+enum RunningMirror {
+    Tulle(Mirror),
+    Linkerd(LinkerdProcess),
+}
+
 /// The fields of objects and their values as JSON, by the name of the object.
 type Objects = BTreeMap<String, BTreeMap<String, String>>;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn mirrors_of_exported_services_are_those_of_linkerd() {
-    compare("mirrors", differences::MIRRORS).await;
+    compare("mirrors", differences::MIRRORS, Program::Tulle).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn mirrors_of_pods_are_those_of_linkerd() {
-    compare("headless", differences::HEADLESS).await;
+    compare("headless", differences::HEADLESS, Program::Tulle).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn federated_services_are_those_of_linkerd() {
-    compare("federated", differences::FEDERATED).await;
+    compare("federated", differences::FEDERATED, Program::Tulle).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -93,9 +108,36 @@ async fn mirrors_of_pods_that_linkerd_wrote_are_kept() {
     take_over("headless", differences::HEADLESS).await;
 }
 
-/// Applies the inputs step by step, and compares the objects after each step. The cluster east has EndpointSlices instead of the
-/// Endpoints of the inputs.
-async fn compare(name: &str, expected: &[Difference]) {
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs TULLE_TEST_LINKERD"]
+async fn linkerd_writes_the_recorded_mirrors() {
+    compare_linkerd("mirrors").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs TULLE_TEST_LINKERD"]
+async fn linkerd_writes_the_recorded_mirrors_of_pods() {
+    compare_linkerd("headless").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs TULLE_TEST_LINKERD"]
+async fn linkerd_writes_the_recorded_federated_services() {
+    compare_linkerd("federated").await;
+}
+
+async fn compare_linkerd(name: &str) {
+    let controller = LinkerdController::from_env().await;
+    let expected = match name {
+        "headless" if controller.is_before([26, 5, 1]) => differences::HEADLESS_OF_OLDER_LINKERD,
+        _ => &[],
+    };
+    compare(name, expected, Program::Linkerd(&controller)).await;
+}
+
+/// Applies the inputs step by step, and compares the objects after each step. For tulle, the cluster east has EndpointSlices
+/// instead of the Endpoints of the inputs.
+async fn compare(name: &str, expected: &[Difference], program: Program<'_>) {
     let inputs: Inputs = read(&format!("{name}.yaml"));
     let recorded: Vec<RecordedStep> = read(&format!("{name}-linkerd.yaml"));
     assert_eq!(inputs.steps.len(), recorded.len());
@@ -111,24 +153,33 @@ async fn compare(name: &str, expected: &[Difference]) {
         }
         delete_objects(step, &east).await;
         for object in &step.east {
-            match object["kind"].as_str() {
-                Some("Endpoints") => apply(&east, &slice_of(object)).await,
+            match (object["kind"].as_str(), program) {
+                (Some("Endpoints"), Program::Tulle) => apply(&east, &slice_of(object)).await,
                 _ => create(&east, object).await,
             }
         }
         create_all(&west, &step.west).await;
         if mirrors.is_empty() {
-            mirrors = start_all(&inputs, &west).await;
+            mirrors = start_all(&inputs, &west, program).await;
         }
         apply_recorded_step(&mut theirs, recorded);
         let expected = differences::expected_after_step(expected, n);
-        let converged = wait_for_differences(&step.name, &expected, async || {
+        let (limit, stable_for) = match program {
+            Program::Tulle => (time_limit(&step.name), Duration::ZERO),
+            Program::Linkerd(_) => (CONVERGENCE_TIMEOUT + STABLE_TIME, STABLE_TIME),
+        };
+        let converged = wait_for_differences(&step.name, &expected, stable_for, async || {
             found_differences(&theirs, &objects(&west, &east).await)
         });
-        let limit = TIME_LIMITS.iter().find(|(name, _)| *name == step.name);
-        in_time(limit.map_or(CONVERGENCE_TIMEOUT, |(_, limit)| *limit), converged).await;
+        in_time(limit, converged).await;
     }
     end_all(&mut mirrors).await;
+}
+
+/// The time until the objects must be as expected after a step.
+fn time_limit(step: &str) -> Duration {
+    let limit = TIME_LIMITS.iter().find(|(name, _)| *name == step);
+    limit.map_or(CONVERGENCE_TIMEOUT, |(_, limit)| *limit)
 }
 
 /// Starts the service mirrors where Linkerd's have written their objects. Objects without differences are not written, and the others
@@ -151,8 +202,8 @@ async fn take_over(name: &str, expected: &[Difference]) {
     let mut theirs = Objects::new();
     apply_recorded_step(&mut theirs, first);
     let expected = differences::expected_after_step(expected, 0);
-    let mut mirrors = start_all(&inputs, &west).await;
-    wait_for_differences("taking over", &expected, async || {
+    let mut mirrors = start_all(&inputs, &west, Program::Tulle).await;
+    wait_for_differences("taking over", &expected, Duration::ZERO, async || {
         found_differences(&theirs, &objects(&west, &east).await)
     })
     .await;
@@ -262,30 +313,56 @@ async fn put_all_credentials(inputs: &Inputs, west: &ApiServer, access: &Path) {
     }
 }
 
-async fn start_all(inputs: &Inputs, west: &ApiServer) -> Vec<Mirror> {
+async fn start_all(inputs: &Inputs, west: &ApiServer, program: Program<'_>) -> Vec<RunningMirror> {
     let mut mirrors = Vec::new();
     for controller in &inputs.controllers {
-        let (account, scope) = match controller.as_str() {
-            "local" => {
-                let selector = "mirror.linkerd.io/federated=member".parse().unwrap();
-                let members = LocalMembers::new(selector, "", "");
-                ("linkerd-local-service-mirror".to_owned(), Scope::ThisCluster(members))
-            }
-            link => (format!("controller-{link}"), Scope::Link(link.to_owned())),
-        };
-        let config = Config {
-            mirrors_pods: inputs.enable_headless_services,
-            probe_service: Some(format!("probe-{controller}")),
-            ..mirror_config(scope)
-        };
-        mirrors.push(Mirror::start_with(west, &account, config).await);
+        mirrors.push(match program {
+            Program::Tulle => RunningMirror::Tulle(start_tulle(inputs, west, controller).await),
+            Program::Linkerd(linkerd) => RunningMirror::Linkerd(start_linkerd(linkerd, inputs, west, controller)),
+        });
     }
     mirrors
 }
 
-async fn end_all(mirrors: &mut Vec<Mirror>) {
+async fn start_tulle(inputs: &Inputs, west: &ApiServer, controller: &str) -> Mirror {
+    let (account, scope) = match controller {
+        "local" => {
+            let selector = "mirror.linkerd.io/federated=member".parse().unwrap();
+            let members = LocalMembers::new(selector, "", "");
+            ("linkerd-local-service-mirror".to_owned(), Scope::ThisCluster(members))
+        }
+        link => (format!("controller-{link}"), Scope::Link(link.to_owned())),
+    };
+    let config = Config {
+        mirrors_pods: inputs.enable_headless_services,
+        probe_service: Some(format!("probe-{controller}")),
+        ..mirror_config(scope)
+    };
+    Mirror::start_with(west, &account, config).await
+}
+
+fn start_linkerd(linkerd: &LinkerdController, inputs: &Inputs, west: &ApiServer, controller: &str) -> LinkerdProcess {
+    let mut args = vec![
+        format!("-namespace={NAMESPACE}"),
+        format!("-probe-service=probe-{controller}"),
+        format!("-enable-headless-services={}", inputs.enable_headless_services),
+        // Changes by hand are undone in this interval, by default a minute.
+        "-endpoint-refresh-period=5s".to_owned(),
+    ];
+    args.push(match controller {
+        "local" => "-local-mirror".to_owned(),
+        // Not a flag: all flags come before it.
+        link => link.to_owned(),
+    });
+    linkerd.start("service-mirror", &format!("mirror-{controller}"), west, &args)
+}
+
+async fn end_all(mirrors: &mut Vec<RunningMirror>) {
     for mirror in mirrors.drain(..) {
-        mirror.end().await;
+        match mirror {
+            RunningMirror::Tulle(mirror) => mirror.end().await,
+            RunningMirror::Linkerd(process) => drop(process),
+        }
     }
 }
 
@@ -293,12 +370,19 @@ async fn delete_objects(step: &Step, east: &ApiServer) {
     for Deleted { namespace, name } in &step.deleted {
         let services = Api::<Service>::namespaced(east.client(), namespace);
         services.delete(name, &Default::default()).await.unwrap();
-        // Kubernetes deletes EndpointSlices with their Service.
+        // Kubernetes deletes both with their Service.
+        delete_if_exists(&Api::<Endpoints>::namespaced(east.client(), namespace), name).await;
         let slices = Api::<EndpointSlice>::namespaced(east.client(), namespace);
-        let slice = slice_name(name);
-        if slices.get_opt(&slice).await.unwrap().is_some() {
-            slices.delete(&slice, &Default::default()).await.unwrap();
-        }
+        delete_if_exists(&slices, &slice_name(name)).await;
+    }
+}
+
+async fn delete_if_exists<K>(api: &Api<K>, name: &str)
+where
+    K: Clone + std::fmt::Debug + DeserializeOwned,
+{
+    if api.get_opt(name).await.unwrap().is_some() {
+        api.delete(name, &Default::default()).await.unwrap();
     }
 }
 
@@ -319,24 +403,34 @@ async fn create(server: &ApiServer, object: &Value) {
     }
 }
 
-/// Waits until the differences are the expected ones.
-async fn wait_for_differences(step: &str, expected: &FieldDifferences, found: impl AsyncFn() -> FieldDifferences) {
+/// Waits until the differences are the expected ones, and have been for this time.
+async fn wait_for_differences(
+    step: &str,
+    expected: &FieldDifferences,
+    stable_for: Duration,
+    found: impl AsyncFn() -> FieldDifferences,
+) {
     let deadline = Instant::now() + CONVERGENCE_TIMEOUT;
+    let mut stable_since: Option<Instant> = None;
     loop {
         let found = found().await;
         if found == *expected {
-            return;
+            if stable_since.get_or_insert_with(Instant::now).elapsed() >= stable_for {
+                return;
+            }
+        } else {
+            stable_since = None;
+            let lines = |one: &FieldDifferences, other: &FieldDifferences| {
+                let lines = one.difference(other).map(|difference| format!("{difference:?}"));
+                lines.collect::<Vec<_>>().join("\n")
+            };
+            assert!(
+                Instant::now() < deadline,
+                "{step}: differences from the recording that are not listed:\n{}\nlisted differences that do not occur:\n{}",
+                lines(&found, expected),
+                lines(expected, &found)
+            );
         }
-        let lines = |one: &FieldDifferences, other: &FieldDifferences| {
-            let lines = one.difference(other).map(|difference| format!("{difference:?}"));
-            lines.collect::<Vec<_>>().join("\n")
-        };
-        assert!(
-            Instant::now() < deadline,
-            "{step}: differences from Linkerd that are not listed:\n{}\nlisted differences that do not occur:\n{}",
-            lines(&found, expected),
-            lines(expected, &found)
-        );
         tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
@@ -465,8 +559,13 @@ fn name_cluster_ips(subsets: &mut [Value], names: &BTreeMap<String, String>) {
     for subset in subsets {
         for addresses in ["addresses", "notReadyAddresses"] {
             for address in subset[addresses].as_array_mut().into_iter().flatten() {
-                if let Some(name) = names.get(address["ip"].as_str().unwrap()) {
-                    address["ip"] = format!("cluster IP of {name}").into();
+                match names.get(address["ip"].as_str().unwrap()) {
+                    Some(name) => address["ip"] = format!("cluster IP of {name}").into(),
+                    // Mirrors of pods have host names, and the addresses of Services.
+                    None if address["hostname"].is_string() => {
+                        address["ip"] = "cluster IP of a deleted Service".into();
+                    }
+                    None => {}
                 }
             }
         }
@@ -551,3 +650,6 @@ const TIME_LIMITS: [(&str, Duration); 2] = [
 /// Maximum time until the objects are as expected after a step.
 const CONVERGENCE_TIMEOUT: Duration = Duration::from_secs(40);
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
+/// The time for which the objects have to stay as expected with Linkerd's service mirrors. Some steps change nothing, so the
+/// objects are as expected before Linkerd has looked at them.
+const STABLE_TIME: Duration = Duration::from_secs(5);

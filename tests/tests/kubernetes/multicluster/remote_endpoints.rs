@@ -113,7 +113,7 @@ pub(super) fn slice(addresses: &[&str]) -> Value {
 }
 
 /// Creates the Secret that the destination service reads, or replaces it.
-async fn put_discovery_credentials(server: &ApiServer, access: &Path) {
+pub(super) async fn put_discovery_credentials(server: &ApiServer, access: &Path) {
     let manifest = json!({
         "apiVersion": "v1", "kind": "Secret", "type": "mirror.linkerd.io/remote-kubeconfig",
         "metadata": {

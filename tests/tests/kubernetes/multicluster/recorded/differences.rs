@@ -30,6 +30,20 @@ pub(super) fn expected_after_step(differences: &[Difference], step: usize) -> Fi
     expected
 }
 
+/// The differences of Linkerd's versions before edge-26.5.1, such as 2.18, from the recording, which is that of edge-26.8.3.
+pub(super) const HEADLESS_OF_OLDER_LINKERD: &[Difference] = &[Difference {
+    reason: "the mirrors of pods of Services with the same name in other namespaces are deleted, too",
+    steps: 4..=4,
+    objects: &[
+        ("Endpoints other/db-0-east", &[("", "absent")]),
+        (
+            "Endpoints other/db-east",
+            &[("subsets[0].addresses[0].ip", r#""cluster IP of a deleted Service""#)],
+        ),
+        ("Service other/db-0-east", &[("", "absent")]),
+    ],
+}];
+
 pub(super) const MIRRORS: &[Difference] = &[
     Difference {
         reason: "a Service of type ExternalName has no pods that the gateway could reach: it is refused",
