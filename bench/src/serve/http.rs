@@ -53,6 +53,15 @@ where
         ended = connection.as_mut() => Some(ended),
         () = watch.signaled() => None,
     };
+    let ended = match ended {
+        Some(ended) => Some(ended),
+        // A request that has arrived is read before the connection is closed as idle: its client cannot know that it may send it again.
+        None => tokio::select! {
+            biased;
+            ended = connection.as_mut() => Some(ended),
+            () = tokio::task::yield_now() => None,
+        },
+    };
     if ended.is_none() {
         connection.as_mut().graceful_shutdown();
         // Errors of the peer are ignored here; the load generator counts them.

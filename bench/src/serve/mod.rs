@@ -236,11 +236,13 @@ const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::sync::oneshot;
+
     use super::*;
 
-    #[tokio::test]
-    async fn a_server_name_that_is_not_a_header_value_is_refused() {
-        let args = |name: &str| Args {
+    fn args(name: &str) -> Args {
+        Args {
             http: vec![([127, 0, 0, 1], 0).into()],
             https: Vec::new(),
             tcp: Vec::new(),
@@ -249,7 +251,42 @@ mod tests {
             fixed_date: false,
             name: name.to_owned(),
             ready_file: None,
-        };
+        }
+    }
+
+    #[tokio::test]
+    async fn a_request_that_arrived_before_the_process_drains_gets_its_response() {
+        let server = Server::bind(&args("one")).await.unwrap();
+        let addr = server.addrs().unwrap()[0];
+        let (stop, stopped) = oneshot::channel::<()>();
+        let running = tokio::spawn(server.run(async { stopped.await.unwrap() }));
+        let mut client = TcpStream::connect(addr).await.unwrap();
+        client.write_all(REQUEST).await.unwrap();
+        read_response(&mut client).await;
+        // The connection is idle. The server notices the request and the signal at the same time.
+        assert_eq!(client.try_write(REQUEST).unwrap(), REQUEST.len());
+        stop.send(()).unwrap();
+        read_response(&mut client).await;
+        running.await.unwrap();
+    }
+
+    /// Reads the head of a response without body.
+    async fn read_response(client: &mut TcpStream) {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            head.push(client.read_u8().await.expect("a response"));
+        }
+        assert!(
+            head.starts_with(b"HTTP/1.1 200 "),
+            "{:?}",
+            String::from_utf8_lossy(&head)
+        );
+    }
+
+    const REQUEST: &[u8] = b"HEAD / HTTP/1.1\r\nhost: one\r\n\r\n";
+
+    #[tokio::test]
+    async fn a_server_name_that_is_not_a_header_value_is_refused() {
         assert!(Server::bind(&args("one")).await.is_ok());
         let error = Server::bind(&args("a\nb")).await.err().unwrap();
         assert_eq!(error.to_string(), "--name \"a\\nb\" cannot be the value of a header");
