@@ -12,7 +12,7 @@ use http_body::{Body as _, Frame, SizeHint};
 
 use crate::http::{
     error::Error, h2::body::StreamBody, h2::upgraded_stream::UpgradedStream, stack::admission::InFlightSlot,
-    upgrade::reply_channels::ReplyChannels, upgrade::tunnel::TunnelSide,
+    upgrade::reply_channels::ReplyChannels, upgrade::tunnel::ClientTunnel, upgrade::tunnel::TunnelSide,
 };
 
 /// A request or response body.
@@ -121,6 +121,11 @@ impl Body {
     pub(crate) fn with_reply_channels(mut self, reply_channels: ReplyChannels) -> Self {
         self.reply_channels = reply_channels;
         self
+    }
+
+    /// The client's side of the tunnel, if this is the body of an upgrade request and its reply channels were not taken.
+    pub(crate) fn client_tunnel_mut(&mut self) -> Option<&mut ClientTunnel> {
+        self.reply_channels.upgrade.as_mut()
     }
 
     /// Takes the reply channels of the request. Returns empty ones on the second call.

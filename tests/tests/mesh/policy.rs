@@ -301,8 +301,8 @@ spec:
 }
 
 /// A server that accepts every upgrade and echoes the bytes that follow; other requests get an incomplete response.
-async fn upgrade_and_partial_response_app(mesh: &Mesh) -> App {
-    apps::serve_tcp(mesh.listen("web", HTTP).await, |mut stream| async move {
+pub(crate) async fn upgrade_and_partial_response_app(mesh: &Mesh, workload: &str) -> App {
+    apps::serve_tcp(mesh.listen(workload, HTTP).await, |mut stream| async move {
         let head = read_until(&mut stream, "\r\n\r\n").await;
         let answer = match head.contains("upgrade: ") {
             true => "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: echo\r\n\r\n",
@@ -317,7 +317,7 @@ async fn upgrade_and_partial_response_app(mesh: &Mesh) -> App {
 #[test]
 fn a_policy_change_to_deny_closes_tunnels_and_responses() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        let _app = upgrade_and_partial_response_app(mesh).await;
+        let _app = upgrade_and_partial_response_app(mesh, "web").await;
         let dst = mesh.service_addr("web", HTTP);
         // Two responses, then two tunnels; the first of each two is through the client's proxy, the second is direct.
         let mut open = Vec::new();
@@ -402,7 +402,7 @@ fn a_request_without_a_response_is_reset_when_the_policy_changes_to_deny() {
 #[test]
 fn a_response_without_a_length_is_reset_when_the_policy_changes_to_deny() {
     mesh().workload("web").run(async |mesh: &Mesh| {
-        let _app = upgrade_and_partial_response_app(mesh).await;
+        let _app = upgrade_and_partial_response_app(mesh, "web").await;
         let mut client = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
         client.write_all(b"GET / HTTP/1.0\r\n\r\n").await.unwrap();
         read_until(&mut client, "begun\n").await;

@@ -39,7 +39,7 @@ use crate::{
         stack::layers::RequestService,
         timer::ResettableTimer,
         upgrade::reply_channels::ReplyChannels,
-        upgrade::tunnel::TunnelSide,
+        upgrade::tunnel::{ClientTunnel, TunnelSide},
     },
     net::io::Io,
 };
@@ -188,7 +188,7 @@ impl PendingExchange {
                 }
             };
             body.with_reply_channels(ReplyChannels {
-                upgrade: upgrade_rx,
+                upgrade: upgrade_rx.map(ClientTunnel::new),
                 interims: Some(connection.clone()),
             })
         });

@@ -48,7 +48,7 @@ use crate::{
         stack::layers::RequestService,
         upgrade::interim::InterimSink,
         upgrade::reply_channels::ReplyChannels,
-        upgrade::tunnel::TunnelSide,
+        upgrade::tunnel::{ClientTunnel, TunnelSide},
     },
     net::io::Io,
 };
@@ -381,7 +381,7 @@ where
             let body = match stream.is_end_stream() {
                 _ if is_extended => {
                     let (tunnel_tx, tunnel_rx) = oneshot::channel();
-                    upgrade = Some(tunnel_rx);
+                    upgrade = Some(ClientTunnel::new(tunnel_rx));
                     extended = Some(Box::new(ExtendedConnect {
                         received: stream,
                         token: token(),

@@ -25,22 +25,43 @@ pub(crate) enum TunnelSide {
     Stream(Box<UpgradedStream>),
 }
 
-/// Copies bytes between the client and the upstream until both have closed. The copy starts when the HTTP server of this proxy
-/// sends the client's connection or stream to `client_rx`.
+/// The client's side of the tunnel that follows an upgrade request, once the request is accepted.
+pub(crate) struct ClientTunnel {
+    /// Receives the client's connection or stream when the HTTP server of this proxy has sent the upgrade response.
+    side_rx: oneshot::Receiver<TunnelSide>,
+    /// The tunnel is closed when this is ready. It is dropped at the end of the tunnel, or with a request that is not accepted.
+    denied: Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+impl ClientTunnel {
+    pub(crate) fn new(side_rx: oneshot::Receiver<TunnelSide>) -> Self {
+        let denied = Box::pin(std::future::pending::<()>());
+        Self { side_rx, denied }
+    }
+
+    /// Closes the tunnel when `denied` is ready.
+    pub(crate) fn close_when(&mut self, denied: impl Future<Output = ()> + Send + 'static) {
+        self.denied = Box::pin(denied);
+    }
+
+    /// Waits for the client's connection or stream. Returns `None` if the client closed before the upgrade.
+    pub(crate) async fn wait_side(self) -> Option<TunnelSide> {
+        self.side_rx.await.ok()
+    }
+}
+
+/// Copies bytes between the client and the upstream until both have closed. The copy starts when the upgrade response was sent.
 ///
-/// A drain waits for the tunnel. The tunnel is closed when `denied` is ready or the client's connection is evicted.
-pub(crate) fn spawn_tunnel(
-    client_rx: oneshot::Receiver<TunnelSide>,
-    mut upstream: TunnelSide,
-    drain: &drain::Watch,
-    denied: impl Future<Output = ()> + Send + 'static,
-) {
+/// A drain waits for the tunnel. The tunnel is closed when its client is denied ([`ClientTunnel::close_when`]) or the client's
+/// connection is evicted.
+pub(crate) fn spawn_tunnel(client_tunnel: ClientTunnel, mut upstream: TunnelSide, drain: &drain::Watch) {
+    let ClientTunnel { side_rx, denied } = client_tunnel;
     let guard = drain.guard();
     // The task needs its own abort handle to register it for eviction. The handle exists only after `spawn`.
     let (handle_tx, handle_rx) = oneshot::channel();
     let task = tokio::spawn(async move {
         let _guard = guard;
-        let (Ok(mut client), Ok(handle)) = (client_rx.await, handle_rx.await) else {
+        let (Ok(mut client), Ok(handle)) = (side_rx.await, handle_rx.await) else {
             return tracing::debug!("the client closed the connection before the upgrade");
         };
         if let Some(connection) = client.handle() {
@@ -139,7 +160,7 @@ mod tests {
         let (client_tx, client_rx) = oneshot::channel();
         let (_signal, drain) = drain::channel();
         let upstream = TunnelSide::Connection(Io::tcp(Tcp::new(upstream)));
-        spawn_tunnel(client_rx, upstream, &drain, std::future::pending());
+        spawn_tunnel(ClientTunnel::new(client_rx), upstream, &drain);
         assert!(client_tx.send(TunnelSide::Connection(Io::tcp(accepted))).is_ok());
         client.write_all(b"hello").await.unwrap();
         application.read_exact(&mut [0; 5]).await.unwrap();

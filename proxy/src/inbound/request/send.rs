@@ -31,7 +31,7 @@ use crate::{
 impl HttpConnection {
     /// Sends a request through the gateway, if the client is authorized.
     pub(super) async fn send_to_gateway(
-        &self,
+        self: &Arc<Self>,
         gateway: &dyn Gateway,
         gateway_connection: &GatewayConnection,
         req: &mut Request<Body>,
@@ -44,6 +44,10 @@ impl HttpConnection {
         req.headers_mut().remove(names::L5D_CLIENT_ID); // the next proxy sets this header to the identity of this proxy
         let request_metrics = self.authorize(req)?;
         let mut route_guard = RouteRequestGuard::begin(request_metrics, req, started_at);
+        if let Some(client_tunnel) = req.body_mut().client_tunnel_mut() {
+            let route_metrics = route_guard.metrics.route_metrics.clone();
+            client_tunnel.close_when(self.clone().wait_until_tunnel_denied(route_metrics));
+        }
         let result = match gateway::check_loop(own_identity, client, Some(req)) {
             Ok(()) => {
                 gateway::append_forwarded_header(own_identity, client, req);
@@ -98,18 +102,9 @@ impl HttpConnection {
             Ok(rsp) => rsp,
         };
         match (upgrade, rsp.body_mut().take_server_tunnel()) {
-            (Some(client_tunnel), Some(app_tunnel)) => {
-                let (connection, route_metrics) = (self.clone(), route_metrics.clone());
-                let stop_when_denied = async move {
-                    match connection.protocol {
-                        // The client's connection is now the tunnel, and no other task stops it.
-                        HttpVersion::Http1 => connection.wait_until_denied().await,
-                        // The tunnel is a stream of the client's connection, which is closed when the client is denied.
-                        HttpVersion::Http2 => std::future::pending().await,
-                    }
-                    drop(route_metrics); // the tunnel counts as in progress until here
-                };
-                tunnel::spawn_tunnel(client_tunnel, app_tunnel, &self.drain, stop_when_denied);
+            (Some(mut client_tunnel), Some(app_tunnel)) => {
+                client_tunnel.close_when(self.clone().wait_until_tunnel_denied(route_metrics.clone()));
+                tunnel::spawn_tunnel(client_tunnel, app_tunnel, &self.drain);
                 headers::strip_hop_by_hop_except_upgrade(rsp.headers_mut());
                 headers::strip_proxy_headers(rsp.headers_mut());
             }
@@ -121,6 +116,17 @@ impl HttpConnection {
             (_, None) => headers::strip_from_app_response(rsp.headers_mut()),
         }
         Ok(rsp)
+    }
+
+    /// Waits until a changed policy denies the tunnel of a request. The tunnel counts as in progress while this future exists.
+    async fn wait_until_tunnel_denied(self: Arc<Self>, route_metrics: Arc<AuthorizedRouteMetrics>) {
+        match self.protocol {
+            // The client's connection is now the tunnel, and no other task stops it.
+            HttpVersion::Http1 => self.wait_until_denied().await,
+            // The tunnel is a stream of the client's connection, which is closed when the client is denied.
+            HttpVersion::Http2 => std::future::pending().await,
+        }
+        drop(route_metrics);
     }
 }
 

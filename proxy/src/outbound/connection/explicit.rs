@@ -6,17 +6,19 @@ use std::{sync::Arc, time::Duration};
 
 use bytes::BytesMut;
 use http::{Request, Response};
-use tokio::{
-    io::{AsyncWriteExt as _, copy, sink},
-    sync::oneshot,
-};
+use tokio::io::{AsyncWriteExt as _, copy, sink};
 use tulle_core::{
     addr::{Addr, ClientAddr},
     drain, info_limited,
 };
 
 use crate::{
-    http::{body::Body, client::HttpVersion, error::Error, upgrade::tunnel::TunnelSide},
+    http::{
+        body::Body,
+        client::HttpVersion,
+        error::Error,
+        upgrade::tunnel::{ClientTunnel, TunnelSide},
+    },
     net::{
         copy::CopyFuture,
         detect::{self, DetectedProtocol, Detection},
@@ -184,15 +186,14 @@ async fn open_if_opaque(snapshot: &Snapshot) -> Result<Option<Io>, Error> {
     opened.map_err(|error| error.into_http_error(snapshot))
 }
 
-/// Connects the application to the target of a CONNECT request. `client_tunnel` receives the client's connection once the response
-/// is sent.
+/// Connects the application to the target of a CONNECT request.
 ///
 /// # Errors
 /// The request is not HTTP/1.1, its target is not `<host>:<port>`, or the target cannot be resolved or reached.
 async fn serve_connect(
     http: &HttpConnection,
     req: &mut Request<Body>,
-    client_tunnel: Option<oneshot::Receiver<TunnelSide>>,
+    client_tunnel: Option<ClientTunnel>,
 ) -> Result<Response<Body>, Error> {
     let client_tunnel = client_tunnel.ok_or(Error::InvalidRequest("this port supports CONNECT in HTTP/1.1 only"))?;
     let target = req.uri().authority().map(|authority| authority.as_str().parse());
@@ -207,11 +208,11 @@ async fn serve_connect(
 }
 
 /// Serves the tunnel of a CONNECT request when the HTTP server passes on the client's connection.
-fn spawn_connect_tunnel(connection: Connection, client_tunnel: oneshot::Receiver<TunnelSide>, server: Option<Io>) {
+fn spawn_connect_tunnel(connection: Connection, client_tunnel: ClientTunnel, server: Option<Io>) {
     let guard = connection.client.drain.guard();
     tokio::spawn(async move {
         let _guard = guard;
-        if let Ok(TunnelSide::Connection(io)) = client_tunnel.await
+        if let Some(TunnelSide::Connection(io)) = client_tunnel.wait_side().await
             && let Some(copy_future) = connection.serve(io, server).await
         {
             copy_future.await;

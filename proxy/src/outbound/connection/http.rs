@@ -4,7 +4,6 @@ use std::{net::SocketAddr, pin::Pin, sync::Arc};
 
 use futures_util::FutureExt as _;
 use http::{HeaderValue, Method, Request, Response, Version, header, uri::Scheme};
-use tokio::sync::oneshot;
 use tulle_core::{
     addr::{Addr, NameAddr},
     drain,
@@ -20,7 +19,7 @@ use crate::{
         headers, server,
         stack::error_response::{ConnectionInfo, ErrorDetail},
         upgrade::http1_over_http2,
-        upgrade::tunnel::TunnelSide,
+        upgrade::tunnel::ClientTunnel,
     },
     net::io::Io,
     outbound::{
@@ -53,14 +52,14 @@ pub(super) enum TargetSource {
     DiscoveryFailed(Addr),
 }
 
-/// Serves a CONNECT request. The last argument receives the client's side of the tunnel once the response is sent.
+/// Serves a CONNECT request. The last argument is the client's side of the tunnel.
 ///
 /// The function is always `serve_connect` of `explicit.rs`. This file cannot import `explicit.rs`, because `explicit.rs` imports
 /// this file.
 type ConnectHandler = for<'a> fn(
     &'a HttpConnection,
     &'a mut Request<Body>,
-    Option<oneshot::Receiver<TunnelSide>>,
+    Option<ClientTunnel>,
 ) -> Pin<Box<dyn Future<Output = Result<Response<Body>, Error>> + Send + 'a>>;
 
 impl HttpConnection {

@@ -253,7 +253,7 @@ impl BackendAttempt<'_> {
             headers::strip_proxy_headers(rsp.headers_mut());
         }
         if let (Some(client_tunnel), Some(server_tunnel)) = (outgoing.reply_channels.upgrade.take(), server_tunnel) {
-            tunnel::spawn_tunnel(client_tunnel, server_tunnel, self.client.drain, std::future::pending());
+            tunnel::spawn_tunnel(client_tunnel, server_tunnel, self.client.drain);
         }
         Ok((rsp, sent))
     }
