@@ -4,8 +4,10 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use futures_util::{SinkExt as _, StreamExt as _};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
+use tokio_tungstenite::tungstenite::Message;
 use tulle_proto::destination::{
     AuthorityOverride, ProtocolHint, TlsIdentity, WeightedAddr, protocol_hint, tls_identity,
 };
@@ -13,14 +15,13 @@ use tulle_proto::outbound::proxy_protocol::{Kind, Tls};
 use tulle_proto::outbound::{Backend, OutboundPolicy, TlsRoute, tls_route};
 use tulle_proto::tls_route::{SniMatch, sni_match};
 use tulle_tests::apps;
-use tulle_tests::client::{Http1 as Http1Client, read_until, request};
+use tulle_tests::client::{Http1 as Http1Client, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::fake_policy_service::{FakePolicyService, POLICY_ADDR};
 use tulle_tests::mesh::{DETECTED_TCP, HTTP, Mesh, OPAQUE, identity, mesh};
 
-use crate::direct;
-use crate::policy::upgrade_and_partial_response_app;
 use crate::scripted_policies::{ORIG_DST, client_hello, endpoint, forward, http1, metadata, opaque, policy, rule};
+use crate::{direct, websocket};
 
 /// Runs a test in which `client` sends everything to the inbound port of the proxy of `web`, with a transport header.
 /// `web` is a gateway for these suffixes.
@@ -285,24 +286,12 @@ fn the_policy_of_a_gateway_permits_one_identity_from_one_network() {
 /// Connections with a transport header, by its protocol.
 const TRANSPORT_HEADERS: &str = "inbound_tcp_transport_header_connections_total";
 
-/// Opens a tunnel by an HTTP/1 upgrade.
-async fn open_tunnel(mesh: &Mesh, dst: SocketAddr) -> TcpStream {
-    let mut tunnel = mesh.dial("client", dst).await;
-    tunnel
-        .write_all(b"GET / HTTP/1.1\r\nhost: other.test\r\nconnection: upgrade\r\nupgrade: echo\r\n\r\n")
-        .await
-        .unwrap();
-    let head = read_until(&mut tunnel, "\r\n\r\n").await;
-    assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
-    tunnel
-}
-
 #[test]
 fn a_policy_change_to_deny_closes_tunnels_through_a_gateway() {
     run_with_gateway(
         "svc.cluster.local.",
         async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
-            let _app = upgrade_and_partial_response_app(mesh, "other").await;
+            let _app = websocket::server(mesh, "other", websocket::echo).await;
             // The tunnel to the gateway is a stream of an HTTP/2 connection (extended CONNECT), or a whole HTTP/1 connection.
             let over_http2 = with_authority(to_proxy, &format!("other.shop.svc.cluster.local:{HTTP}"));
             let over_http1 = WeightedAddr {
@@ -315,9 +304,9 @@ fn a_policy_change_to_deny_closes_tunnels_through_a_gateway() {
             // Each protocol uses its own destination, so that it need not wait for a policy change.
             let at = |n: u8| SocketAddr::from(([10, 66, 7, n], HTTP));
             policies.set_destination_policy(Ok(http1(rule(forward(over_http1)))));
-            let http1_tunnel = open_tunnel(mesh, at(1)).await;
+            let http1_tunnel = websocket::connect(mesh, at(1)).await;
             policies.set_destination_policy(Ok(http1(rule(forward(over_http2)))));
-            let http2_tunnel = open_tunnel(mesh, at(2)).await;
+            let http2_tunnel = websocket::connect(mesh, at(2)).await;
             let mut tunnels = [http1_tunnel, http2_tunnel];
             for protocol in ["session_protocol=\"http/1\"", "session_protocol=\"http/2\""] {
                 mesh.wait_for_metric_at_least("web", TRANSPORT_HEADERS, &[protocol], 1.)
@@ -327,25 +316,23 @@ fn a_policy_change_to_deny_closes_tunnels_through_a_gateway() {
             mesh.write("gateway-policy", &gateway_policy(&identity("client"), "10.66.0.0/16"));
             let of_gateway = ["srv_name=\"gateway\""];
             eventually("the policy is known", async || {
-                drop(open_tunnel(mesh, at(2)).await);
+                drop(websocket::connect(mesh, at(2)).await);
                 let allowed = mesh.metric("web", "inbound_http_authz_allow_total", &of_gateway);
                 (allowed.await > 0.).then_some(())
             })
             .await;
             for tunnel in &mut tunnels {
-                tunnel.write_all(b"hello").await.unwrap();
-                tunnel
-                    .read_exact(&mut [0; 5])
-                    .await
-                    .expect("a permitted tunnel stays open");
+                tunnel.send(Message::text("hello")).await.unwrap();
+                let echoed = tunnel.next().await.expect("a permitted tunnel stays open");
+                assert_eq!(echoed.unwrap(), Message::text("hello"));
             }
 
             mesh.write("gateway-policy", &gateway_policy(&identity("other"), "10.66.0.0/16"));
             for mut tunnel in tunnels {
-                let mut rest = Vec::new();
-                let reading = tokio::time::timeout(Duration::from_secs(5), tunnel.read_to_end(&mut rest));
+                let next = tokio::time::timeout(Duration::from_secs(5), tunnel.next());
                 // The client's proxy may end it in order or by a reset.
-                let _ = reading.await.expect("the tunnel is closed");
+                let next = next.await.expect("the tunnel is closed");
+                assert!(!matches!(next, Some(Ok(_))), "{next:?}");
             }
             mesh.wait_for_metric_at_least("web", "inbound_tcp_authz_terminate_total", &[], 2.)
                 .await;

@@ -301,7 +301,7 @@ spec:
 }
 
 /// A server that accepts every upgrade and echoes the bytes that follow; other requests get an incomplete response.
-pub(crate) async fn upgrade_and_partial_response_app(mesh: &Mesh, workload: &str) -> App {
+async fn upgrade_and_partial_response_app(mesh: &Mesh, workload: &str) -> App {
     apps::serve_tcp(mesh.listen(workload, HTTP).await, |mut stream| async move {
         let head = read_until(&mut stream, "\r\n\r\n").await;
         let answer = match head.contains("upgrade: ") {

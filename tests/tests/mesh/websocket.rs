@@ -1,5 +1,7 @@
 //! WebSocket between a client and a server of a library through both sidecars, and other protocols with extended CONNECT.
 
+use std::net::SocketAddr;
+
 use bytes::Bytes;
 use futures_util::future::join_all;
 use futures_util::{SinkExt as _, StreamExt as _};
@@ -17,7 +19,7 @@ use tulle_tests::client::{Http2, full, read_until};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, UNMESHED_IP, mesh};
 
-type Socket = WebSocketStream<TcpStream>;
+pub(crate) type Socket = WebSocketStream<TcpStream>;
 
 fn config() -> WebSocketConfig {
     // Larger than any message in these tests.
@@ -31,18 +33,22 @@ fn meshed() -> Builder {
 }
 
 /// An application that runs `serve` for each WebSocket.
-async fn server<F>(mesh: &Mesh, serve: impl Fn(Socket) -> F + Clone + Send + Sync + 'static) -> App
+pub(crate) async fn server<F>(
+    mesh: &Mesh,
+    workload: &str,
+    serve: impl Fn(Socket) -> F + Clone + Send + Sync + 'static,
+) -> App
 where
     F: Future<Output = ()> + Send + 'static,
 {
-    apps::serve_tcp(mesh.listen("web", HTTP).await, move |stream| {
+    apps::serve_tcp(mesh.listen(workload, HTTP).await, move |stream| {
         let serve = serve.clone();
         async move { serve(accept_async_with_config(stream, Some(config())).await.unwrap()).await }
     })
 }
 
-async fn connect(mesh: &Mesh) -> Socket {
-    let stream = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
+pub(crate) async fn connect(mesh: &Mesh, dst: SocketAddr) -> Socket {
+    let stream = mesh.dial("client", dst).await;
     let connected = client_async_with_config("ws://web.test/", stream, Some(config())).await;
     let (socket, rsp) = connected.unwrap();
     assert_eq!(rsp.status(), 101);
@@ -50,7 +56,7 @@ async fn connect(mesh: &Mesh) -> Socket {
 }
 
 /// Echoes every message until the end.
-async fn echo(mut socket: Socket) {
+pub(crate) async fn echo(mut socket: Socket) {
     while let Some(Ok(message)) = socket.next().await {
         if message.is_text() || message.is_binary() {
             socket.send(message).await.unwrap();
@@ -69,8 +75,8 @@ async fn next(socket: &mut Socket) -> Message {
 #[test]
 fn every_kind_of_message_of_every_length_is_echoed() {
     meshed().run(async |mesh: &Mesh| {
-        let _app = server(mesh, echo).await;
-        let mut socket = connect(mesh).await;
+        let _app = server(mesh, "web", echo).await;
+        let mut socket = connect(mesh, mesh.service_addr("web", HTTP)).await;
         // Lengths around the limits between the three encodings of the length, and more than any buffer holds.
         for length in [0, 1, 125, 126, 65_535, 65_536, 1 << 20] {
             for message in [
@@ -89,8 +95,8 @@ fn every_kind_of_message_of_every_length_is_echoed() {
 fn an_idle_websocket_keeps_its_shared_connection_open() {
     let mesh = meshed().env("TULLE_PROXY_INBOUND_HTTP_IDLE_TIMEOUT", "300ms");
     mesh.run(async |mesh: &Mesh| {
-        let _app = server(mesh, echo).await;
-        let mut socket = connect(mesh).await;
+        let _app = server(mesh, "web", echo).await;
+        let mut socket = connect(mesh, mesh.service_addr("web", HTTP)).await;
         for _ in 0..2 {
             let idle = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
             eventually("idle connections are closed", async || (!idle.is_open()).then_some(())).await;
@@ -103,8 +109,8 @@ fn an_idle_websocket_keeps_its_shared_connection_open() {
 #[test]
 fn fragments_are_put_together_and_pings_between_them_are_answered() {
     meshed().run(async |mesh: &Mesh| {
-        let _app = server(mesh, echo).await;
-        let mut socket = connect(mesh).await;
+        let _app = server(mesh, "web", echo).await;
+        let mut socket = connect(mesh, mesh.service_addr("web", HTTP)).await;
         let fragment = |part: &'static str, first: bool, last: bool| {
             let kind = if first { Data::Text } else { Data::Continue };
             Message::Frame(Frame::message(part, OpCode::Data(kind), last))
@@ -124,7 +130,7 @@ fn pings_and_pongs_pass_in_both_directions() {
     meshed().run(async |mesh: &Mesh| {
         let (ping, pong) = (Message::Ping(vec![7; 125].into()), Message::Pong("unsolicited".into()));
         let (server_ping, server_pong) = (ping.clone(), pong.clone());
-        let _app = server(mesh, move |mut socket| {
+        let _app = server(mesh, "web", move |mut socket| {
             let (ping, pong) = (server_ping.clone(), server_pong.clone());
             async move {
                 socket.send(ping.clone()).await.unwrap();
@@ -134,7 +140,7 @@ fn pings_and_pongs_pass_in_both_directions() {
             }
         })
         .await;
-        let mut socket = connect(mesh).await;
+        let mut socket = connect(mesh, mesh.service_addr("web", HTTP)).await;
         assert_eq!(next(&mut socket).await, ping, "the ping of the server");
         assert_eq!(next(&mut socket).await, pong);
         socket.send(ping.clone()).await.unwrap();
@@ -148,7 +154,7 @@ fn close_codes_and_reasons_arrive_from_either_side() {
     meshed().run(async |mesh: &Mesh| {
         // The client's message is the close code for the server. If it is 0, the client sends the close frame, and the
         // server echoes it.
-        let _app = server(mesh, |mut socket| async move {
+        let _app = server(mesh, "web", |mut socket| async move {
             let close_code: u16 = next(&mut socket).await.into_text().unwrap().parse().unwrap();
             if close_code > 0 {
                 socket.close(Some(close_frame(close_code))).await.unwrap();
@@ -159,12 +165,12 @@ fn close_codes_and_reasons_arrive_from_either_side() {
         })
         .await;
         for code in codes {
-            let mut socket = connect(mesh).await;
+            let mut socket = connect(mesh, mesh.service_addr("web", HTTP)).await;
             socket.send(Message::text(code.to_string())).await.unwrap();
             assert_eq!(next(&mut socket).await, Message::Close(Some(close_frame(code))));
             assert!(socket.next().await.is_none(), "the connection ends afterwards");
 
-            let mut socket = connect(mesh).await;
+            let mut socket = connect(mesh, mesh.service_addr("web", HTTP)).await;
             socket.send(Message::text("0")).await.unwrap();
             socket.close(Some(close_frame(code))).await.unwrap();
             assert_eq!(
@@ -187,11 +193,11 @@ fn close_frame(code: u16) -> CloseFrame {
 #[test]
 fn an_aborted_connection_is_not_reported_as_a_close_frame() {
     meshed().run(async |mesh: &Mesh| {
-        let _app = server(mesh, |mut socket| async move {
+        let _app = server(mesh, "web", |mut socket| async move {
             next(&mut socket).await; // closes the connection without a close frame
         })
         .await;
-        let mut socket = connect(mesh).await;
+        let mut socket = connect(mesh, mesh.service_addr("web", HTTP)).await;
         socket.send(Message::text("leave")).await.unwrap();
         let broken = socket.next().await;
         assert!(
@@ -210,7 +216,7 @@ async fn n_peer_connections(mesh: &Mesh) -> f64 {
 #[test]
 fn sockets_share_one_connection_between_the_sidecars() {
     meshed().run(async |mesh: &Mesh| {
-        let _app = server(mesh, echo).await;
+        let _app = server(mesh, "web", echo).await;
         let sockets = join_all((0..20).map(|_| connect(mesh))).await;
         let all = sockets.into_iter().zip(0..).map(|(mut socket, n)| async move {
             let message = Message::binary(vec![n; 1 << 20]);
@@ -234,7 +240,7 @@ fn sockets_share_one_connection_between_the_sidecars() {
 fn sockets_have_separate_connections_without_http2_upgrade() {
     let builder = meshed().flag("--enable-h2-upgrade=false");
     builder.run(async |mesh: &Mesh| {
-        let _app = server(mesh, echo).await;
+        let _app = server(mesh, "web", echo).await;
         for mut socket in join_all((0..3).map(|_| connect(mesh))).await {
             socket.send(Message::text("hello")).await.unwrap();
             assert_eq!(next(&mut socket).await, Message::text("hello"));
@@ -324,8 +330,8 @@ metadata: {name: web, namespace: shop}
 spec: {podSelector: {}, port: 8080, accessPolicy: deny}
 ";
     meshed().run(async |mesh: &Mesh| {
-        let _app = server(mesh, echo).await;
-        let mut socket = connect(mesh).await;
+        let _app = server(mesh, "web", echo).await;
+        let mut socket = connect(mesh, mesh.service_addr("web", HTTP)).await;
         mesh.write("deny", deny);
         assert!(
             socket.next().await.is_none_or(|end| end.is_err()),
