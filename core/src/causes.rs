@@ -303,6 +303,13 @@ pub const ALL: &[Cause] = &[
         "`hop` is the gateway. Add the suffix of the name to its `LINKERD2_PROXY_INBOUND_GATEWAY_SUFFIXES`, or find the sender of the request.",
     ),
     cause(
+        "gateway-not-exported",
+        Responsible::Policy,
+        "404, NOT_FOUND",
+        "A gateway does not serve this Service to other clusters, because its labels do not match the selector of the gateway, or because it does not exist.",
+        "Export the Service by the label `mirror.linkerd.io/exported`. If Links select Services by other labels, set `gateway.exportedServices` of the chart `tulle-multicluster` to their selector, in the cluster of the gateway, which is `hop`.",
+    ),
+    cause(
         "gateway-loop",
         Responsible::Mesh,
         "508, ABORTED",

@@ -7,6 +7,7 @@ use serde_yaml_ng::Value;
 
 use super::*;
 use crate::model::endpoints::Existence;
+use crate::resources::exported_services::ExportedServices;
 use crate::resources::{Object, decode};
 
 /// Objects of a small mesh; some names have two versions.
@@ -339,6 +340,7 @@ impl AllSubscriptions {
                     let (client_namespace, target) = ("default".into(), outbound::Target::Address(addr));
                     cluster.outbound(outbound::Key {
                         client_namespace,
+                        exported_services: ExportedServices::All,
                         target,
                     })
                 })

@@ -237,6 +237,9 @@ impl Shared {
     ) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
         let (target, client) = self.parse_request(caller, request)?;
         let client_namespace = client.namespace();
+        // Get has no such restriction: a gateway requests profile and policy of the name in a request first, and then the endpoints
+        // of the backends of its routes, which need not be exported.
+        let exported_services = client.exported_services();
         let key = match target {
             Target::Address(addr) => profiles::Key::Address {
                 addr: tulle_core::addr::canonical(addr),
@@ -247,6 +250,7 @@ impl Shared {
                 port,
                 fqn: host,
                 client_namespace,
+                exported_services,
             },
             Target::Instance {
                 service,
@@ -256,6 +260,7 @@ impl Shared {
                 service,
                 hostname,
                 port,
+                exported_services,
             },
         };
         let mut subscription = self.cluster.profile(key);
@@ -520,7 +525,7 @@ fn profile_message<'a>(profile: &'a Profile, config: &Config) -> Result<Destinat
     match profile {
         Profile::Service(profile) => Ok(translate::service_profile(profile)),
         Profile::Endpoint { endpoint, is_opaque } => Ok(translate::endpoint_profile(endpoint, *is_opaque, config)),
-        Profile::UndefinedPort => Ok(DestinationProfile::default()),
+        Profile::UndefinedPort | Profile::NotExported => Ok(DestinationProfile::default()),
         Profile::ServiceMissing => Err(ProfileError::ServiceMissing),
         Profile::ExternalName => Err(ProfileError::ExternalName),
         Profile::HostnameMissing => Err(ProfileError::HostnameMissing),

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 
+use crate::resources::exported_services::ExportedServices;
 use crate::resources::meta::NamespacedName;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,6 +82,8 @@ pub(super) struct ContextToken {
     namespace: String,
     #[serde(rename = "nodeName", default)]
     node: String,
+    #[serde(rename = "exportedServices", default)]
+    exported_services: String,
 }
 
 impl ContextToken {
@@ -92,7 +95,7 @@ impl ContextToken {
         if let Some(namespace) = token.strip_prefix(DEPRECATED_PREFIX) {
             return Ok(Self {
                 namespace: namespace.to_owned(),
-                node: String::new(),
+                ..Self::default()
             });
         }
         if token.is_empty() {
@@ -112,6 +115,11 @@ impl ContextToken {
 
     pub(super) fn node(&self) -> Option<&str> {
         has_name_length(&self.node).then_some(self.node.as_str())
+    }
+
+    /// The Services that the client serves to other clusters, if it is a gateway.
+    pub(super) fn exported_services(&self) -> ExportedServices {
+        ExportedServices::from_client(&self.exported_services)
     }
 }
 
@@ -190,6 +198,7 @@ mod tests {
             let expected = ContextToken {
                 namespace: namespace.to_owned(),
                 node: node.to_owned(),
+                exported_services: String::new(),
             };
             assert_eq!(ContextToken::parse(token).unwrap(), expected, "{token}");
             assert_eq!(ContextToken::is_deprecated(token), token == "ns:shop");
@@ -202,5 +211,7 @@ mod tests {
         let long = "a".repeat(MAX_NAME_BYTES + 1);
         let token = ContextToken::parse(&format!(r#"{{"ns":"{long}","nodeName":"{long}"}}"#)).unwrap();
         assert_eq!((token.namespace(), token.node()), (None, None));
+        let gateway = ContextToken::parse(r#"{"ns":"shop","exportedServices":"app=web"}"#).unwrap();
+        assert_eq!(gateway.exported_services(), ExportedServices::from_client("app=web"));
     }
 }

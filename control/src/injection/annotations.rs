@@ -12,6 +12,7 @@ use tracing_subscriber::EnvFilter;
 use tulle_core::names::annotation;
 
 use crate::injection::values::{InboundMode, Values};
+use crate::resources::exported_services;
 use crate::resources::go_duration;
 use crate::resources::policy::server::AccessPolicy;
 use crate::resources::port_list::PortList;
@@ -258,6 +259,8 @@ fn apply_behaviour_annotation(values: &mut Values, key: &str, text: &str) -> Res
         }
         annotation::ENABLE_EXTERNAL_PROFILES => proxy.enable_external_profiles = boolean(text)?,
         annotation::ENABLE_GATEWAY => proxy.is_gateway = boolean(text)?,
+        // It becomes a part of variables, not of the values.
+        annotation::GATEWAY_EXPORTED_SERVICES => check_exported_services(text)?,
         annotation::CLOSE_WAIT_TIMEOUT => {
             let timeout = duration(text)?;
             if !values.proxy_init.run_as_root {
@@ -327,6 +330,13 @@ fn boolean(text: &str) -> Result<bool, Expected> {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
         "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
         _ => Err("true or false"),
+    }
+}
+
+fn check_exported_services(text: &str) -> Result<(), Expected> {
+    match exported_services::parse(text) {
+        Some(_) => Ok(()),
+        None => Err("a label selector of at most 256 characters, such as mirror.linkerd.io/exported"),
     }
 }
 
@@ -452,12 +462,13 @@ fn duration_as_seconds(text: &str) -> Result<String, Expected> {
 }
 
 /// Annotations that can restrict access to a pod or its proxy.
-const RESTRICTING_ANNOTATIONS: [&str; 5] = [
+const RESTRICTING_ANNOTATIONS: [&str; 6] = [
     annotation::DEFAULT_INBOUND_POLICY,
     annotation::REQUIRE_IDENTITY_INBOUND_PORTS,
     annotation::UNREDIRECTED_IPV6,
     annotation::DISABLE_TAP,
     annotation::PROXY_ADMIN_SHUTDOWN,
+    annotation::GATEWAY_EXPORTED_SERVICES,
 ];
 
 /// Whether a key has a prefix of the mesh but is not one of its annotations. Such a key is usually misspelled.

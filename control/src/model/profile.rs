@@ -14,6 +14,8 @@ pub enum Profile {
     },
     /// The service does not have the port.
     UndefinedPort,
+    /// The client is a gateway that does not serve the service to other clusters.
+    NotExported,
     ServiceMissing,
     ExternalName,
     /// The service has no pod of that hostname.

@@ -43,7 +43,9 @@ impl InboundPolicyService {
         spec: &PortSpec,
         caller: Option<&Caller>,
     ) -> Result<(Subscription<Option<InboundPolicy>>, Bytes), Status> {
-        let workload = workload::parse(&spec.workload).map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let workload = workload::parse(&spec.workload)
+            .map_err(|error| Status::invalid_argument(error.to_string()))?
+            .id;
         let port = match u16::try_from(spec.port) {
             Ok(port) if port > 0 => port,
             _ => return Err(Status::invalid_argument("Invalid port")),

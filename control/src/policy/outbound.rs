@@ -61,7 +61,7 @@ impl OutboundPolicyService {
         if !self.cluster.is_synced() {
             return Err(Status::unavailable("the objects of the cluster are not loaded yet"));
         }
-        let client_namespace = client.name().namespace.clone();
+        let client_namespace = client.id.name().namespace.clone();
         if let Some(identities) = self.client_certificates.identities_to_check(caller) {
             self.cluster
                 .check_client_namespace(&client_namespace, identities)
@@ -69,6 +69,7 @@ impl OutboundPolicyService {
         }
         let key = Key {
             client_namespace,
+            exported_services: client.exported_services,
             target,
         };
         let mut subscription = self.cluster.outbound(key);

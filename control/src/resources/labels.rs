@@ -12,16 +12,16 @@ use crate::resources::string_map::StringMap;
 pub type Labels = StringMap;
 
 /// A label selector with valid operators. The empty selector matches everything.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Selector(Vec<Requirement>);
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Requirement {
     key: String,
     operator: LabelOperator,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum LabelOperator {
     In(Vec<String>),
     NotIn(Vec<String>),

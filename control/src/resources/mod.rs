@@ -13,6 +13,7 @@
 pub mod acceptance;
 pub mod annotations;
 pub mod event;
+pub mod exported_services;
 pub mod go_duration;
 pub mod interning;
 pub mod labels;

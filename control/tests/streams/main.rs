@@ -7,6 +7,7 @@ mod derived;
 mod destination_rows;
 mod directory;
 mod endpoints;
+mod gateway_exports;
 mod harness;
 mod inbound;
 mod inbound_rows;

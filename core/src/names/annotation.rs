@@ -143,6 +143,15 @@ annotations! {
         default: "`proxy.isGateway`",
         meaning: "The proxy is a gateway: it forwards requests of meshed peers in other networks to Services of its own cluster.",
     }
+    GATEWAY_EXPORTED_SERVICES = "config.tulle.dev/gateway-exported-services" {
+        objects: "Pod",
+        values: "a label selector of at most 256 characters, such as `mirror.linkerd.io/exported` or \
+                 `team in (a,b),!internal`; an empty value means all Services",
+        default: "none",
+        meaning: "The Services that a gateway serves to other clusters, by their labels; without it, all. The value \
+                  `gateway.exportedServices` of `tulle-multicluster` sets it. With an invalid value, the injector refuses \
+                  new pods. Not in Linkerd.",
+    }
     REWRITE_PROBES = "config.tulle.dev/rewrite-probes" {
         objects: "Namespace, Pod",
         values: BOOLEAN,

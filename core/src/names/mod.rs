@@ -16,6 +16,9 @@ pub const TOKEN_AUDIENCE: &str = "identity.l5d.io";
 /// The metadata key of every request to a SPIFFE Workload API; its value is `true`.
 pub const WORKLOAD_API_METADATA: &str = "workload.spiffe.io";
 
+/// The name of the policy by which the control plane tells a gateway that it does not serve a Service to other clusters.
+pub const NOT_EXPORTED_POLICY: &str = "not-exported";
+
 /// TCP ports of proxies and of the control plane.
 pub mod port {
     /// The proxy's port for connections to its application.

@@ -139,6 +139,8 @@ pub(crate) enum Error {
     RouteNotFound,
     #[error("this gateway does not serve {0}")]
     GatewayDomain(Arc<str>),
+    #[error("this gateway does not serve {0} to other clusters: its Service is not exported, or does not exist")]
+    GatewayNotExported(Arc<str>),
     #[error("the request has passed this gateway before")]
     GatewayLoop,
     #[error("the policy has an invalid backend: {0}")]
@@ -309,6 +311,7 @@ impl Error {
             | Self::FailingFast(_)
             | Self::RouteNotFound
             | Self::GatewayDomain(_)
+            | Self::GatewayNotExported(_)
             | Self::GatewayLoop
             | Self::NoBackends
             | Self::InvalidBackend(_)
@@ -435,7 +438,9 @@ impl Error {
             Self::NoExtendedConnectStream { .. } => {
                 error_status(StatusCode::NOT_IMPLEMENTED, grpc::UNIMPLEMENTED, false)
             }
-            Self::RouteNotFound | Self::GatewayDomain(_) => error_status(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
+            Self::RouteNotFound | Self::GatewayDomain(_) | Self::GatewayNotExported(_) => {
+                error_status(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false)
+            }
             Self::GatewayLoop => error_status(StatusCode::LOOP_DETECTED, grpc::ABORTED, true),
             Self::Forbidden { .. } | Self::Unauthorized { .. } | Self::TargetForbidden(_) => {
                 error_status(StatusCode::FORBIDDEN, grpc::PERMISSION_DENIED, false)
@@ -468,7 +473,7 @@ impl Error {
             | Self::NoBackends => "loadshed",
             Self::QueueTimeout(..) => "failfast",
             Self::IdentityMismatch { .. } => "identity required",
-            Self::GatewayDomain(_) => "gateway domain invalid",
+            Self::GatewayDomain(_) | Self::GatewayNotExported(_) => "gateway domain invalid",
             Self::GatewayLoop => "gateway loop",
             Self::PolicyUnknown | Self::PortNotWatched => "policy unknown",
             Self::DiscoveryDenied(_) => "discovery denied",
@@ -606,6 +611,7 @@ impl Error {
             Self::MemoryPressure => "memory-short",
             Self::RouteNotFound => "no-route",
             Self::GatewayDomain(_) => "gateway-domain",
+            Self::GatewayNotExported(_) => "gateway-not-exported",
             Self::GatewayLoop => "gateway-loop",
             Self::InvalidBackend(_) | Self::NoBackends => "no-backend",
             Self::PolicyUnknown => "policy_unknown",

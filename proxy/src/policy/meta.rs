@@ -4,6 +4,8 @@ use std::fmt::{Display, Formatter, Result as FmtResult};
 use std::num::NonZeroU16;
 use std::sync::Arc;
 
+use tulle_core::names::NOT_EXPORTED_POLICY;
+
 /// The source of a decision: a resource of the cluster, or a built-in default.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Meta {
@@ -101,6 +103,11 @@ impl Meta {
     /// Whether this is the built-in authorization `audit`, which permits every client and logs it.
     pub(crate) fn is_audit(&self) -> bool {
         matches!(self, Self::Default(name) if &**name == AUDIT)
+    }
+
+    /// Whether this is the policy of a Service that a gateway does not serve to other clusters.
+    pub(crate) fn is_not_exported(&self) -> bool {
+        matches!(self, Self::Default(name) if &**name == NOT_EXPORTED_POLICY)
     }
 
     /// Whether this is the route that the control plane generates for the probes of a pod.

@@ -5,6 +5,8 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tulle_core::names::NOT_EXPORTED_POLICY;
+
 use crate::cluster::config::Config;
 use crate::cluster::metrics::{EntryMetrics, Metrics};
 use crate::cluster::store::reader::Reader;
@@ -18,6 +20,7 @@ use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
 use crate::resources::acceptance;
 use crate::resources::annotations::{self, InvalidAnnotation};
+use crate::resources::exported_services::ExportedServices;
 use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::egress_network::{EgressNetwork, TrafficPolicy};
 use crate::resources::policy::reference::POLICY_GROUP;
@@ -30,6 +33,9 @@ use crate::resources::string_map::StringMap;
 pub struct Key {
     /// Namespace of the client. Routes in this namespace apply too.
     pub client_namespace: Arc<str>,
+    /// The Services that the client, if it is a gateway, serves to other clusters. They restrict only targets with a name, because
+    /// a gateway forwards nothing to addresses. Backends of their routes need not be exported.
+    pub exported_services: ExportedServices,
     pub target: Target,
 }
 
@@ -53,7 +59,13 @@ impl View for OutboundView {
             client_namespace: &key.client_namespace,
         };
         match &key.target {
-            Target::Service(name, port) => Outbound::Policy(Box::new(context.service_policy(name, *port))),
+            Target::Service(name, port) => {
+                let labels = reader.service(name).map(|service| &service.meta.labels);
+                Outbound::Policy(Box::new(match key.exported_services.contain(labels) {
+                    true => context.service_policy(name, *port),
+                    false => not_exported_policy(name, *port),
+                }))
+            }
             Target::Address(addr) => context.address_policy(*addr),
         }
     }
@@ -684,6 +696,31 @@ fn undefined_port_policy(service: &NamespacedName, port: u16) -> Policy {
         reference: service_reference(service, port),
         protocol: Protocol::Opaque(vec![route]),
         accrual: None,
+    }
+}
+
+/// The policy of a Service that a gateway does not serve. Proxies recognize it by its reference.
+fn not_exported_policy(service: &NamespacedName, port: u16) -> Policy {
+    let reference = Reference::Default(NOT_EXPORTED_POLICY);
+    let message = format!("Service {service} is not exported");
+    let backend = failing_backend(service_reference(service, port), RouteKind::GatewayHttp, &message);
+    let name_and_port = (service, port);
+    let parent = ParentDefaults::without_annotations(
+        ParentKind::Service,
+        name_and_port,
+        reference.clone(),
+        backend,
+        Load::PeakEwma,
+    );
+    let failure = Filter::FailHttp { status: 404, message };
+    Policy {
+        protocol: Protocol::Detect {
+            timeout: DETECT_TIMEOUT,
+            http: vec![parent.default_route(NOT_EXPORTED_POLICY, HttpMatch::match_all(), None, vec![failure])],
+            opaque: parent.denied_stream(NOT_EXPORTED_POLICY),
+        },
+        accrual: None,
+        reference,
     }
 }
 

@@ -13,6 +13,7 @@ use crate::cluster::views::workload::{
 };
 use crate::model::endpoints::{Endpoint, ProtocolHint};
 use crate::model::profile::{self, DstOverride, Profile, RetryBudget};
+use crate::resources::exported_services::ExportedServices;
 use crate::resources::interning::intern;
 use crate::resources::meta::NamespacedName;
 use crate::resources::service::{AddressTarget, Service, ServiceKind};
@@ -27,12 +28,16 @@ pub enum Key {
         port: u16,
         fqn: String,
         client_namespace: Option<Arc<str>>,
+        /// The Services that the client, if it is a gateway, serves to other clusters.
+        exported_services: ExportedServices,
     },
     /// One pod of a headless service.
     Instance {
         service: NamespacedName,
         hostname: String,
         port: u16,
+        /// As in `Service`.
+        exported_services: ExportedServices,
     },
     /// A service or a workload by address.
     Address {
@@ -48,12 +53,16 @@ impl View for ProfileView {
     type Value = Profile;
 
     fn compute(reader: &Reader<'_>, config: &Config, key: &Key) -> Profile {
+        if !is_exported(reader, key) {
+            return Profile::NotExported;
+        }
         match key {
             Key::Service {
                 service,
                 port,
                 fqn,
                 client_namespace,
+                ..
             } => match reader.service(service) {
                 Some(service) => {
                     service_port_profile(reader, config, (service, *port), fqn.clone(), client_namespace.as_ref())
@@ -64,6 +73,7 @@ impl View for ProfileView {
                 service,
                 hostname,
                 port,
+                ..
             } => instance_profile(reader, config, service, hostname, *port),
             Key::Address { addr, client_namespace } => {
                 address_profile(reader, config, *addr, client_namespace.as_ref())
@@ -83,6 +93,24 @@ impl View for ProfileView {
             Key::Address { addr, .. } => metrics.workload(*addr),
         }
     }
+}
+
+/// Whether the client serves the target to other clusters, if it is a gateway. A gateway forwards nothing to addresses.
+fn is_exported(reader: &Reader<'_>, key: &Key) -> bool {
+    let (Key::Service {
+        service,
+        exported_services,
+        ..
+    }
+    | Key::Instance {
+        service,
+        exported_services,
+        ..
+    }) = key
+    else {
+        return true;
+    };
+    exported_services.contain(reader.service(service).map(|service| &service.meta.labels))
 }
 
 fn address_profile(

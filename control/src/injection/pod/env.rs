@@ -32,13 +32,14 @@ pub(in crate::injection) fn variables(inputs: PodInputs<'_>, rewritten: &[Rewrit
     let mut env = EnvBuilder(Vec::new());
     set_workload(&mut env);
     set_runtime(&mut env, values);
-    set_control_plane(&mut env, config, values);
+    let exported_services = exported_services_field(values, annotations);
+    set_control_plane(&mut env, config, values, &exported_services);
     set_traffic(&mut env, values, target, mode);
     set_tracing(&mut env, config, values, target, annotations);
     set_protocol_parameters(&mut env, "INBOUND", &values.proxy.inbound);
     set_protocol_parameters(&mut env, "OUTBOUND", &values.proxy.outbound);
     env.set("INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION", &values.proxy.opaque_ports);
-    set_identity(&mut env, config, values);
+    set_identity(&mut env, config, values, &exported_services);
     env.set_unless_empty("ACCESS_LOG", &values.proxy.access_log);
     env.set_unless_empty("SHUTDOWN_GRACE_PERIOD", &values.proxy.shutdown_grace_period);
     if let Some(originals) = probes::original_probes_variable(rewritten) {
@@ -86,7 +87,19 @@ fn set_runtime(env: &mut EnvBuilder, values: &Values) {
     env.set("LOG_FORMAT", &proxy.log_format);
 }
 
-fn set_control_plane(env: &mut EnvBuilder, config: &Config, values: &Values) {
+/// The field with the Services that a gateway serves to other clusters, in the description of the client that its proxy sends to the
+/// control plane. Empty if the gateway serves all Services, and for other proxies.
+fn exported_services_field(values: &Values, annotations: &Annotations) -> String {
+    match annotations.get(annotation::GATEWAY_EXPORTED_SERVICES) {
+        Some(selector) if values.proxy.is_gateway && !selector.trim().is_empty() => {
+            // The pod is denied if the selector has characters that would have to be escaped.
+            format!(", \"exportedServices\":\"{}\"", selector.trim())
+        }
+        _ => String::new(),
+    }
+}
+
+fn set_control_plane(env: &mut EnvBuilder, config: &Config, values: &Values, exported_services: &str) {
     let (proxy, streams) = (&values.proxy, &values.proxy.control.streams);
     let service = |name: &str, port: u16| service_addr(config, values, name, port);
     env.set(
@@ -95,7 +108,10 @@ fn set_control_plane(env: &mut EnvBuilder, config: &Config, values: &Values) {
     );
     env.set("DESTINATION_PROFILE_NETWORKS", &values.cluster_networks);
     env.set("POLICY_SVC_ADDR", service("linkerd-policy", port::POLICY));
-    env.set("POLICY_WORKLOAD", "{\"ns\":\"$(_pod_ns)\", \"pod\":\"$(_pod_name)\"}\n");
+    env.set(
+        "POLICY_WORKLOAD",
+        format!("{{\"ns\":\"$(_pod_ns)\", \"pod\":\"$(_pod_name)\"{exported_services}}}\n"),
+    );
     env.set("INBOUND_DEFAULT_POLICY", &proxy.default_inbound_policy);
     env.set("POLICY_CLUSTER_NETWORKS", &values.cluster_networks);
     env.set("CONTROL_STREAM_INITIAL_TIMEOUT", &streams.initial_timeout);
@@ -247,11 +263,9 @@ fn upper_snake_case(camel: &str) -> String {
     name
 }
 
-fn set_identity(env: &mut EnvBuilder, config: &Config, values: &Values) {
-    env.set(
-        "DESTINATION_CONTEXT",
-        "{\"ns\":\"$(_pod_ns)\", \"nodeName\":\"$(_pod_nodeName)\", \"pod\":\"$(_pod_name)\"}",
-    );
+fn set_identity(env: &mut EnvBuilder, config: &Config, values: &Values, exported_services: &str) {
+    let pod = "\"ns\":\"$(_pod_ns)\", \"nodeName\":\"$(_pod_nodeName)\", \"pod\":\"$(_pod_name)\"";
+    env.set("DESTINATION_CONTEXT", format!("{{{pod}{exported_services}}}"));
     env.set_from_field("_pod_sa", "spec.serviceAccountName");
     env.set_unprefixed("_l5d_ns", &config.control_plane_namespace);
     env.set_unprefixed("_l5d_trustdomain", values.trust_domain());

@@ -154,7 +154,7 @@ const OWNER_KINDS: [&str; 6] = [
 ];
 
 /// Annotations that apply only to the pod or only to the namespace.
-const NOT_INHERITED: [&str; 7] = [
+const NOT_INHERITED: [&str; 8] = [
     // A label of namespaces. As an annotation it has no effect.
     label::ADMISSION_WEBHOOKS,
     annotation::DEBUG_IMAGE,
@@ -163,4 +163,5 @@ const NOT_INHERITED: [&str; 7] = [
     annotation::CLOSE_WAIT_TIMEOUT,
     annotation::PROXY_CPU_RATIO_LIMIT,
     annotation::ENABLE_GATEWAY,
+    annotation::GATEWAY_EXPORTED_SERVICES,
 ];

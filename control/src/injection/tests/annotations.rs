@@ -390,6 +390,49 @@ fn invalid_values_that_restrict_access_deny_the_pod() {
 }
 
 #[test]
+fn the_proxy_of_a_gateway_sends_the_selector_of_exported_services() {
+    let (gateway, exported) = (annotation::ENABLE_GATEWAY, annotation::GATEWAY_EXPORTED_SERVICES);
+    let sent = |case: &Case| {
+        let injected = case.injected();
+        ["POLICY_WORKLOAD", "DESTINATION_CONTEXT"].map(|name| injected.env(name).unwrap().to_owned())
+    };
+    let plain = sent(&Case::pod(""));
+    for (annotations, selector) in [
+        (
+            &[(gateway, "true"), (exported, " team in (a, b),!internal ")][..],
+            "team in (a, b),!internal",
+        ),
+        (&[(gateway, "true"), (exported, "")], ""),
+        (&[(gateway, "true")], ""),
+        (&[(exported, "team=a")], ""),
+    ] {
+        let found = sent(&Case::pod("").annotate(annotations));
+        for (found, plain) in found.iter().zip(&plain) {
+            let mut expected: Value = serde_json::from_str(plain).unwrap();
+            if !selector.is_empty() {
+                expected["exportedServices"] = selector.into();
+            }
+            assert_eq!(serde_json::from_str::<Value>(found).unwrap(), expected, "{annotations:?}");
+        }
+    }
+    // The namespace has no influence.
+    let case = Case::pod("")
+        .annotate(&[(gateway, "true")])
+        .namespace(&[(exported, "team=a")]);
+    assert_eq!(sent(&case), plain);
+    for invalid in ["team a", "team=$(_pod_ns)", "team=\"a\"", &*"a".repeat(257)] {
+        let outcome = Case::pod("").annotate(&[(exported, invalid)]).outcome();
+        assert_eq!(outcome.decision, Decision::Skip(vec![SkipReason::InvalidRestriction]));
+        let reason = outcome.denial_reason.unwrap();
+        assert!(
+            reason.starts_with(exported) && reason.contains("expected a label selector"),
+            "{reason}"
+        );
+        assert!(check_annotation(exported, invalid).is_err(), "{invalid}");
+    }
+}
+
+#[test]
 fn unknown_keys_of_the_mesh_are_reported() {
     for (key, is_reported) in [
         ("config.linkerd.io/default-inbound-policies", true),

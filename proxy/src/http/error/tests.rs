@@ -111,6 +111,7 @@ fn policy_errors() -> Vec<Error> {
         Error::InvalidBackend("the policy gives it no dispatcher"),
         Error::RouteNotFound,
         Error::GatewayDomain("other.test".into()),
+        Error::GatewayNotExported("web.test".into()),
         Error::GatewayLoop,
         Error::InvalidPolicy("unknown filter".into()),
         Error::Forbidden { policy: String::new() },

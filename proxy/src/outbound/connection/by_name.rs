@@ -22,7 +22,7 @@ impl Outbound {
     /// Sends a request to the service `name`.
     ///
     /// # Errors
-    /// The control plane does not know the service, or the request failed.
+    /// The control plane does not know the service, it is not exported, or the request failed.
     pub(crate) async fn send_to_service(
         self: &Arc<Self>,
         name: &NameAddr,
@@ -40,7 +40,7 @@ impl Outbound {
     /// Opens a connection for opaque bytes to the service `name`.
     ///
     /// # Errors
-    /// The control plane does not know the service, the service does not accept opaque bytes, or it cannot be reached.
+    /// The control plane does not know the service, it is not exported, does not accept opaque bytes, or cannot be reached.
     pub(crate) async fn connect_to_service(&self, name: &NameAddr) -> Result<Io, Error> {
         let snapshot = self.service_destination(name).await?.snapshot();
         match &snapshot.plan {
@@ -52,15 +52,20 @@ impl Outbound {
         }
     }
 
-    /// The destination of a service. Names of other targets are refused, without a DNS lookup.
+    /// The destination of a service. Names of other targets are refused, without a DNS lookup, and so are services that the control
+    /// plane does not permit this gateway to serve.
     async fn service_destination(&self, name: &NameAddr) -> Result<Arc<Destination>, Error> {
         let found = self
             .discovery
             .get(Addr::Name(name.clone()), self.detect_timeout)
             .await?;
-        match found.snapshot().is_unknown_name {
-            true => Err(Error::RouteNotFound),
-            false => Ok(found),
+        let snapshot = found.snapshot();
+        if snapshot.is_unknown_name {
+            return Err(Error::RouteNotFound);
         }
+        if snapshot.policy.meta.is_not_exported() {
+            return Err(Error::GatewayNotExported(name.name.clone()));
+        }
+        Ok(found)
     }
 }
