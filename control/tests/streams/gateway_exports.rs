@@ -151,7 +151,10 @@ async fn the_backends_of_an_exported_service_need_not_be_exported() {
     let mesh = mesh(&(exported + &to_v2)).await;
     let client = gateway(EXPORTED);
     let lines = show(&mesh.get_policy(&client, WEB).await.unwrap());
-    assert_eq!(lines[1], "gateway HTTPRoute shop/to-v2 -> 1*web-v2.shop:80", "{lines:?}");
+    assert_eq!(
+        lines[1], "gateway HTTPRoute shop/to-v2 -> 1*web-v2.shop:80",
+        "{lines:?}"
+    );
     // The Service exists and has no endpoints.
     let backend = "web-v2.shop.svc.cluster.local:80";
     let update = next(&mut mesh.get_from(backend, &client).await.unwrap()).await;

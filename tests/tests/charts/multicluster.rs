@@ -84,6 +84,30 @@ fn the_node_selector_and_tolerations_at_the_top_are_those_of_the_local_service_m
 }
 
 #[test]
+fn the_gateway_serves_exported_services_unless_another_selector_is_set() {
+    let annotation = "config.tulle.dev/gateway-exported-services";
+    for (values, expected) in [
+        (&[][..], json!("mirror.linkerd.io/exported")),
+        (
+            &["--set-string=gateway.exportedServices=team in (a\\,b)"],
+            json!("team in (a,b)"),
+        ),
+        (&["--set-string=gateway.exportedServices="], Value::Null),
+    ] {
+        let objects = render(values);
+        for (name, deployment) in of_kind(&objects, "Deployment") {
+            let annotations = &deployment["spec"]["template"]["metadata"]["annotations"];
+            let (enabled, selector) = match name {
+                "linkerd-gateway" => (json!("true"), &expected),
+                _ => (Value::Null, &Value::Null),
+            };
+            assert_eq!(annotations["config.linkerd.io/enable-gateway"], enabled, "{name}");
+            assert_eq!(annotations[annotation], *selector, "{name}, {values:?}");
+        }
+    }
+}
+
+#[test]
 fn the_pod_monitor_selects_the_controllers_and_the_local_service_mirror_by_labels_and_ports_that_they_have() {
     let objects = render(&["--set=podMonitor.enabled=true"]);
     let monitors = of_kind(&objects, "PodMonitor");

@@ -26,13 +26,22 @@ use crate::{direct, websocket};
 /// Runs a test in which `client` sends everything to the inbound port of the proxy of `web`, with a transport header.
 /// `web` is a gateway for these suffixes.
 fn run_with_gateway(suffixes: &str, test: impl AsyncFnOnce(&Mesh, &FakePolicyService, WeightedAddr) + Send) {
+    run_with_gateway_env(&[("INBOUND_GATEWAY_SUFFIXES", suffixes)], test);
+}
+
+/// As [`run_with_gateway`], with these variables of `web`.
+fn run_with_gateway_env(
+    variables: &[(&str, &str)],
+    test: impl AsyncFnOnce(&Mesh, &FakePolicyService, WeightedAddr) + Send,
+) {
     let mesh = mesh()
         .workload("client")
         .workload_env("POLICY_SVC_ADDR", POLICY_ADDR)
-        .workload("web")
-        .workload_env("INBOUND_GATEWAY_SUFFIXES", suffixes)
-        .workload("other");
-    mesh.run(async |mesh: &Mesh| {
+        .workload("web");
+    let mesh = variables
+        .iter()
+        .fold(mesh, |mesh, (name, value)| mesh.workload_env(name, value));
+    mesh.workload("other").run(async |mesh: &Mesh| {
         let policies = FakePolicyService::serve().await;
         let name = tls_identity::DnsLikeIdentity { name: identity("web") };
         let to_proxy = WeightedAddr {
@@ -203,6 +212,57 @@ fn a_gateway_forwards_bytes_to_the_names_that_it_serves() {
                 assert_eq!(back.is_some(), arrives, "{server_name}");
                 assert!(back.is_none_or(|back| back == hello), "{server_name}");
             }
+        },
+    );
+}
+
+#[test]
+fn a_gateway_with_a_selector_forwards_only_to_exported_services() {
+    let gateway = r#"{"ns":"shop", "pod":"web", "exportedServices":"exported"}"#;
+    let variables = [
+        ("INBOUND_GATEWAY_SUFFIXES", "svc.cluster.local."),
+        ("POLICY_WORKLOAD", gateway),
+        ("DESTINATION_CONTEXT", gateway),
+    ];
+    run_with_gateway_env(
+        &variables,
+        async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
+            apps::start_echo(mesh, "other").await;
+            let name = |port: u16| format!("other.shop.svc.cluster.local:{port}");
+            let http = || http1(rule(forward(with_authority(to_proxy.clone(), &name(HTTP)))));
+            let bytes = || bytes_to(opaque_with_authority(to_proxy.clone(), &name(OPAQUE)));
+            // Each case uses its own destination, so that it need not wait for a change of its policy.
+            let at = |n: u8| SocketAddr::from(([10, 66, 7, n], HTTP));
+            policies.set_destination_policy(Ok(http()));
+            let answer = mesh.get("client", at(1), "/").await;
+            assert_eq!((answer.status.as_u16(), answer.cause()), (404, "gateway-not-exported"));
+            policies.set_destination_policy(Ok(bytes()));
+            assert_eq!(echoed(mesh.dial("client", at(2)).await, b"hello").await, None);
+            let refused = ["direction=\"inbound\"", "cause=\"gateway-not-exported\""];
+            mesh.wait_for_metric_at_least("web", "tulle_failures_total", &refused, 2.)
+                .await;
+
+            // The gateway follows the labels of the Service.
+            let unlabelled = mesh.manifest("service-other");
+            let labelled = unlabelled.replace("metadata:\n", "metadata:\n  labels: {exported: \"true\"}\n");
+            mesh.write("service-other", &labelled);
+            policies.set_destination_policy(Ok(http()));
+            eventually("requests are forwarded", async || {
+                (mesh.get("client", at(3), "/").await.status == 200).then_some(())
+            })
+            .await;
+            policies.set_destination_policy(Ok(bytes()));
+            eventually("bytes are forwarded", async || {
+                echoed(mesh.dial("client", at(4)).await, b"hello").await
+            })
+            .await;
+            mesh.write("service-other", &unlabelled);
+            policies.set_destination_policy(Ok(http()));
+            eventually("requests are refused again", async || {
+                let answer = mesh.get("client", at(5), "/").await;
+                (answer.cause() == "gateway-not-exported").then_some(())
+            })
+            .await;
         },
     );
 }

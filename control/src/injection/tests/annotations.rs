@@ -412,7 +412,11 @@ fn the_proxy_of_a_gateway_sends_the_selector_of_exported_services() {
             if !selector.is_empty() {
                 expected["exportedServices"] = selector.into();
             }
-            assert_eq!(serde_json::from_str::<Value>(found).unwrap(), expected, "{annotations:?}");
+            assert_eq!(
+                serde_json::from_str::<Value>(found).unwrap(),
+                expected,
+                "{annotations:?}"
+            );
         }
     }
     // The namespace has no influence.

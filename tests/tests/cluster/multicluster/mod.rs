@@ -2,6 +2,7 @@
 
 mod anchors;
 mod chaos;
+mod exports;
 mod grants;
 mod ipv6;
 mod lifecycle;
@@ -29,6 +30,7 @@ async fn a_cluster_uses_services_of_another() {
     let linked = linked.unwrap();
     linked.start_shop().await.unwrap();
     traffic_through_the_gateway_has_both_identities(&linked).await;
+    exports::the_gateway_serves_only_exported_services(&linked).await;
     commands_show_the_other_cluster(&linked).await;
     each_pod_of_a_stateful_set_has_a_name(&linked).await;
     ipv6::gateways_with_ipv6_addresses_are_used(&linked).await;
