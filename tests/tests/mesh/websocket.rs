@@ -217,7 +217,7 @@ async fn n_peer_connections(mesh: &Mesh) -> f64 {
 fn sockets_share_one_connection_between_the_sidecars() {
     meshed().run(async |mesh: &Mesh| {
         let _app = server(mesh, "web", echo).await;
-        let sockets = join_all((0..20).map(|_| connect(mesh))).await;
+        let sockets = join_all((0..20).map(|_| connect(mesh, mesh.service_addr("web", HTTP)))).await;
         let all = sockets.into_iter().zip(0..).map(|(mut socket, n)| async move {
             let message = Message::binary(vec![n; 1 << 20]);
             for _ in 0..2 {
@@ -241,7 +241,7 @@ fn sockets_have_separate_connections_without_http2_upgrade() {
     let builder = meshed().flag("--enable-h2-upgrade=false");
     builder.run(async |mesh: &Mesh| {
         let _app = server(mesh, "web", echo).await;
-        for mut socket in join_all((0..3).map(|_| connect(mesh))).await {
+        for mut socket in join_all((0..3).map(|_| connect(mesh, mesh.service_addr("web", HTTP)))).await {
             socket.send(Message::text("hello")).await.unwrap();
             assert_eq!(next(&mut socket).await, Message::text("hello"));
         }
