@@ -81,6 +81,7 @@ fn weighted_addr() -> (destination::WeightedAddr, Vec<u8>) {
             }),
         }),
         resource_ref: Some(built_in("r")),
+        is_fallback: true,
     };
     let identity = length_delimited(&[0x2a], &[&[0x1a, 3, 0x0a, 1, b'u'], &[0x22, 3, 0x0a, 1, b'n']]);
     // Field 3 precedes field 2: prost encodes a oneof at the position of its lowest number, and decoders accept any order.
@@ -102,6 +103,7 @@ fn weighted_addr() -> (destination::WeightedAddr, Vec<u8>) {
         &[0x3a, 3, 0x0a, 1, b'o'],
         &http2,
         &[0x4a, 3, 0x0a, 1, b'r'],
+        &[0xa0, 0x06, 1],
     ];
     (message, bytes.concat())
 }
@@ -127,6 +129,18 @@ fn weighted_addr_has_its_field_numbers() {
         },
         &[0x0a, 0],
     );
+}
+
+#[test]
+fn get_destination_has_its_field_numbers() {
+    let message = destination::GetDestination {
+        scheme: "s".into(),
+        path: "p".into(),
+        context_token: "t".into(),
+        accepts_fallback: true,
+    };
+    let bytes = [0x0a, 1, b's', 0x12, 1, b'p', 0x1a, 1, b't', 0xa0, 0x06, 1];
+    check(&message, &bytes);
 }
 
 #[test]

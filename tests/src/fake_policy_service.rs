@@ -1,4 +1,4 @@
-//! A policy service whose answers the test sets, for policies that no manifest can produce.
+//! A policy service and a destination service whose answers the test sets, for policies and endpoints that no manifest can produce.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::pin::Pin;
@@ -17,18 +17,23 @@ use tulle_control::serving::metrics::GrpcMetrics;
 use tulle_control::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
+use tulle_proto::destination::destination_server::{Destination, DestinationServer};
+use tulle_proto::destination::{DestinationProfile, GetDestination, Update, WeightedAddr, WeightedAddrSet, update};
 use tulle_proto::inbound::inbound_server_policies_server::{InboundServerPolicies, InboundServerPoliciesServer};
 use tulle_proto::inbound::{PortSpec, Server};
 use tulle_proto::outbound::outbound_policies_server::{OutboundPolicies, OutboundPoliciesServer};
 use tulle_proto::outbound::{OutboundPolicy, TrafficSpec};
 
-/// The address on which the service listens. Workloads that use it get it as `POLICY_SVC_ADDR`.
+/// The address on which the services listen. Workloads that use them get it as `POLICY_SVC_ADDR`, and for endpoints also as
+/// `DESTINATION_SVC_ADDR`.
 pub const POLICY_ADDR: &str = "127.0.0.1:8090";
 
-/// A policy service with one answer for every port and one for every destination. An answer is a policy or an error status.
+/// A policy service with one answer for every port and one for every destination, and a destination service with the same endpoints
+/// for every Service. An answer is a policy or an error status.
 pub struct FakePolicyService {
     ports: watch::Sender<Result<Server, Code>>,
     destinations: watch::Sender<Result<OutboundPolicy, Code>>,
+    endpoints: watch::Sender<Result<Update, Code>>,
     /// Held so that the service does not drain.
     _signal: drain::Signal,
 }
@@ -38,11 +43,14 @@ impl FakePolicyService {
     pub async fn serve() -> Self {
         let (ports, port_answers) = watch::channel(Err(Code::Unavailable));
         let (destinations, destination_answers) = watch::channel(Err(Code::NotFound));
+        let (endpoints, endpoint_answers) = watch::channel(Err(Code::Unavailable));
         let policy_server = PolicyServer {
             port_answers,
             destination_answers,
         };
-        let routes = Routes::new(InboundServerPoliciesServer::new(policy_server.clone()));
+        let destination_server = EndpointServer { endpoint_answers };
+        let routes = Routes::new(InboundServerPoliciesServer::new(policy_server.clone()))
+            .add_service(DestinationServer::new(destination_server));
         let registry = Registry::new();
         let limits = Limits {
             connections: 1000,
@@ -66,6 +74,7 @@ impl FakePolicyService {
         Self {
             ports,
             destinations,
+            endpoints,
             _signal: signal,
         }
     }
@@ -78,6 +87,36 @@ impl FakePolicyService {
     /// Sets the policy of every destination.
     pub fn set_destination_policy(&self, policy: Result<OutboundPolicy, Code>) {
         let _former = self.destinations.send_replace(policy);
+    }
+
+    /// Adds endpoints to every Service, before its first client asks for them.
+    pub fn set_endpoints(&self, addrs: Vec<WeightedAddr>) {
+        let set = WeightedAddrSet {
+            addrs,
+            ..WeightedAddrSet::default()
+        };
+        let added = Update {
+            update: Some(update::Update::Add(set)),
+        };
+        let _former = self.endpoints.send_replace(Ok(added));
+    }
+}
+
+struct EndpointServer {
+    endpoint_answers: watch::Receiver<Result<Update, Code>>,
+}
+
+#[tonic::async_trait]
+impl Destination for EndpointServer {
+    type GetStream = ResponseStream<Update>;
+    type GetProfileStream = ResponseStream<DestinationProfile>;
+
+    async fn get(&self, _: Request<GetDestination>) -> Result<Response<Self::GetStream>, Status> {
+        stream_response(&self.endpoint_answers)
+    }
+
+    async fn get_profile(&self, _: Request<GetDestination>) -> Result<Response<Self::GetProfileStream>, Status> {
+        Err(Status::not_found("no Service has a profile"))
     }
 }
 

@@ -193,12 +193,12 @@ async fn open_client(
     for service in services {
         let mut destination = DestinationClient::new(channel.clone());
         let request = GetDestination {
-            scheme: String::new(),
             path: format!("{service}.scale.svc.cluster.local:80"),
             context_token: format!(
                 r#"{{"ns":"scale","nodeName":"node-{}","pod":"client-{client}"}}"#,
                 client % 100
             ),
+            ..GetDestination::default()
         };
         opening.spawn(async move {
             let mut stream = destination.get(request).await?.into_inner();

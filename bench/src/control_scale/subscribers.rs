@@ -173,9 +173,9 @@ impl Channels {
     async fn follow(&self, subscription: Subscription, received: &Mutex<Received>) -> Result<(), tonic::Status> {
         let authority = |service| format!("{}.scale.svc.cluster.local:80", cluster::service_name(service));
         let request = |service, node: usize| GetDestination {
-            scheme: String::new(),
             path: authority(service),
             context_token: format!(r#"{{"ns":"scale","nodeName":"node-{node}","pod":"client"}}"#),
+            ..GetDestination::default()
         };
         let mut destination = DestinationClient::new(self.destination.clone());
         match subscription {

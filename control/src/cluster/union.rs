@@ -43,6 +43,17 @@ pub struct MemberEndpoints {
     /// `None` for this cluster.
     pub cluster: Option<Arc<str>>,
     pub endpoints: Arc<PublishedValue<Endpoints>>,
+    /// Whether the client uses these endpoints only while no other endpoint can take the request.
+    pub is_fallback: bool,
+}
+
+/// Whether a client can be told that it should use an endpoint only while no other can take the request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FallbackSupport {
+    /// The client has endpoints of all members, and decides for each request.
+    Supported,
+    /// The client has only those endpoints that it may use at any time.
+    Unsupported,
 }
 
 /// A subscription to the endpoints of all members.
@@ -76,7 +87,7 @@ impl UnionSubscription {
 /// All unions with subscriptions.
 pub struct Unions {
     clusters: AllClusters,
-    by_key: Mutex<HashMap<Key, Weak<Union>>>,
+    by_key: Mutex<HashMap<(Key, FallbackSupport), Weak<Union>>>,
 }
 
 struct Union {
@@ -94,16 +105,17 @@ impl Unions {
     }
 
     /// Subscribes to the endpoints of a Service port, including those of its members in other clusters.
-    pub fn subscribe(&self, key: &Key) -> UnionSubscription {
+    pub fn subscribe(&self, key: &Key, fallback: FallbackSupport) -> UnionSubscription {
         let mut unions = self.by_key.lock();
-        let known = unions.get(key).and_then(Weak::upgrade);
+        let union_key = (key.clone(), fallback);
+        let known = unions.get(&union_key).and_then(Weak::upgrade);
         let union = known.unwrap_or_else(|| {
             unions.retain(|_, union| union.strong_count() > 0);
             let (sender, receiver) = watch::channel(None);
             let mut task = JoinSet::new();
-            task.spawn(Merger::new(&self.clusters, key.clone()).run(sender));
+            task.spawn(Merger::new(&self.clusters, key.clone(), fallback).run(sender));
             let union = Arc::new(Union { receiver, _task: task });
-            unions.insert(key.clone(), Arc::downgrade(&union));
+            unions.insert(union_key, Arc::downgrade(&union));
             union
         });
         let mut receiver = union.receiver.clone();
@@ -119,6 +131,7 @@ impl Unions {
 /// Merges the endpoints of the members of one Service port.
 struct Merger {
     key: Key,
+    fallback: FallbackSupport,
     local: Subscription<Endpoints>,
     clusters: AllClusters,
     members: Vec<RemoteMember>,
@@ -132,10 +145,11 @@ struct RemoteMember {
 }
 
 impl Merger {
-    fn new(clusters: &AllClusters, key: Key) -> Self {
+    fn new(clusters: &AllClusters, key: Key, fallback: FallbackSupport) -> Self {
         Self {
             local: clusters.local.endpoints(key.clone()),
             key,
+            fallback,
             clusters: clusters.clone(),
             members: Vec::new(),
         }
@@ -148,7 +162,7 @@ impl Merger {
             let own = self.local.current();
             self.update_members(own.remote.as_deref());
             let merged = self.merge(&own);
-            let needs_others = merged.preference == MemberPreference::All || !own.serves_all_clients();
+            let needs_others = self.needs_others(merged.preference, &own);
             let deadline = needs_others.then(|| self.wait_deadline()).flatten();
             let is_first = sender.borrow().is_none();
             // After a reconnect, a client replaces its endpoints by those of the first message, so the first message must not omit
@@ -171,6 +185,11 @@ impl Merger {
                 () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => {}
             }
         }
+    }
+
+    /// Whether clients get the endpoints of the members in other clusters.
+    fn needs_others(&self, preference: MemberPreference, own: &Endpoints) -> bool {
+        self.fallback == FallbackSupport::Supported || preference == MemberPreference::All || !own.serves_all_clients()
     }
 
     /// The time until which the first message waits for pending members. `None` if no member is pending, or if this time is over.
@@ -249,7 +268,11 @@ impl Merger {
         if let Some(service) = local {
             union.add(service, None, own.clone());
         }
-        if preference == MemberPreference::All || !own.serves_all_clients() {
+        // While the local endpoints are terminating, they are not better than those of the other members.
+        union.are_others_fallback = self.fallback == FallbackSupport::Supported
+            && preference == MemberPreference::Local
+            && !own.are_terminating;
+        if self.needs_others(preference, own) {
             for member in &mut self.members {
                 let Some((_, subscription)) = &mut member.subscription else {
                     continue;
@@ -278,6 +301,8 @@ impl Merger {
 struct DeduplicatedMembers<'a> {
     members: Vec<MemberEndpoints>,
     addrs: HashSet<SocketAddr>,
+    /// Whether the members in other clusters are fallback endpoints.
+    are_others_fallback: bool,
     remote_clusters: &'a RemoteClusters,
 }
 
@@ -286,6 +311,7 @@ impl<'a> DeduplicatedMembers<'a> {
         Self {
             members: Vec::new(),
             addrs: HashSet::new(),
+            are_others_fallback: false,
             remote_clusters,
         }
     }
@@ -313,6 +339,7 @@ impl<'a> DeduplicatedMembers<'a> {
             .extend(endpoints.endpoints.iter().map(|endpoint| endpoint.addr));
         self.members.push(MemberEndpoints {
             service,
+            is_fallback: self.are_others_fallback && cluster.is_some(),
             cluster,
             endpoints,
         });

@@ -19,7 +19,7 @@ use tulle_proto::destination::{DestinationProfile, GetDestination};
 
 use crate::cluster::publish::published_value::{EncoderId, EncodingKey, PublishedValue};
 use crate::cluster::remote_clusters::{AllClusters, RemoteCluster, RemoteClusters};
-use crate::cluster::union::{MemberEndpoints, UnionEndpoints, UnionSubscription, Unions};
+use crate::cluster::union::{FallbackSupport, MemberEndpoints, UnionEndpoints, UnionSubscription, Unions};
 use crate::cluster::views::{endpoints, profiles};
 use crate::cluster::{Cluster, GaugeGuard, Subscription};
 use crate::destination::config::Config;
@@ -149,10 +149,14 @@ impl Shared {
                 hostname: Some(hostname),
             },
         };
+        let fallback = match request.accepts_fallback {
+            true => FallbackSupport::Supported,
+            false => FallbackSupport::Unsupported,
+        };
         let (key, mut subscription) = self.cluster.endpoints_with_key(&key);
         let first = subscription.current();
         let (source, first) = match first.remote.as_deref() {
-            Some(discovery) => self.open_union(&key, discovery, &request.path).await?,
+            Some(discovery) => self.open_union(&key, fallback, discovery, &request.path).await?,
             None => {
                 check_existence(first.existence, &key.service, &request.path)?;
                 (EndpointSource::Local(subscription), EndpointState::Local(first))
@@ -168,6 +172,7 @@ impl Shared {
             latest: first,
             is_latest_sent: false,
             key,
+            fallback,
             node_changes,
             location: ClientLocation { node, zone },
         };
@@ -181,6 +186,7 @@ impl Shared {
     async fn open_union(
         &self,
         key: &endpoints::Key,
+        fallback: FallbackSupport,
         discovery: &RemoteDiscovery,
         path: &str,
     ) -> Result<(EndpointSource, EndpointState), Status> {
@@ -192,7 +198,7 @@ impl Shared {
             RemoteDiscovery::Mirror(service) => Some(service),
             RemoteDiscovery::Federated(_) => None,
         };
-        let mut union = self.unions.subscribe(key);
+        let mut union = self.unions.subscribe(key, fallback);
         let is_linked =
             |service: &RemoteService| !matches!(self.remote_clusters.get(&service.cluster), RemoteCluster::Unlinked);
         let first_state = async {
@@ -326,6 +332,7 @@ struct EndpointStream {
     latest: EndpointState,
     is_latest_sent: bool,
     key: Arc<endpoints::Key>,
+    fallback: FallbackSupport,
     /// Notifies of possible zone changes of the client's node.
     node_changes: watch::Receiver<()>,
     location: ClientLocation,
@@ -358,12 +365,14 @@ impl EndpointState {
                 service,
                 cluster: None,
                 endpoints,
+                is_fallback: false,
             }],
             Self::Union(union) => {
                 let member = |member: &'a MemberEndpoints| translate::Member {
                     service: &member.service,
                     cluster: member.cluster.as_deref(),
                     endpoints: &member.endpoints,
+                    is_fallback: member.is_fallback,
                 };
                 union.members.iter().map(member).collect()
             }
@@ -403,7 +412,7 @@ impl EndpointStream {
                     }
                 };
                 if now.has_become_union() {
-                    self.source = EndpointSource::Union(self.shared.unions.subscribe(&self.key));
+                    self.source = EndpointSource::Union(self.shared.unions.subscribe(&self.key, self.fallback));
                     continue;
                 }
                 let messages = self.difference(Some(&self.latest), &now);

@@ -38,6 +38,8 @@ pub(super) struct Member<'a> {
     /// The cluster of the Service; `None` for this cluster.
     pub(super) cluster: Option<&'a str>,
     pub(super) endpoints: &'a Endpoints,
+    /// Whether the client uses these endpoints only while no other endpoint can take the request.
+    pub(super) is_fallback: bool,
 }
 
 impl Member<'_> {
@@ -73,15 +75,21 @@ pub(super) fn difference(
     let mut added: Vec<(&Member<'_>, Vec<WeightedAddr>)> = Vec::new();
     for endpoints in &usable {
         let mut sent_members = sent.iter().filter(|_| !zone_changed).flatten();
-        let sent_member = sent_members.find(|sent| sent.member.is_same_service(&endpoints.member));
+        // All endpoints of a member are also sent again if they become fallback endpoints, or are no longer.
+        let member = &endpoints.member;
+        let sent_member = sent_members
+            .find(|sent| sent.member.is_same_service(member) && sent.member.is_fallback == member.is_fallback);
         let sent_endpoint = |addr| sent_member.and_then(|sent| sent.get(addr));
         let addrs = endpoints
             .iter()
             .filter(|endpoint| sent_endpoint(endpoint.addr) != Some(endpoint))
-            .map(|endpoint| weighted_addr(endpoint, location, config));
+            .map(|endpoint| WeightedAddr {
+                is_fallback: member.is_fallback,
+                ..weighted_addr(endpoint, location, config)
+            });
         let addrs: Vec<_> = addrs.collect();
         if !addrs.is_empty() {
-            added.push((&endpoints.member, addrs));
+            added.push((member, addrs));
         }
     }
     let mut messages: Vec<_> = add_message(added).map(update::Update::Add).into_iter().collect();
@@ -261,6 +269,7 @@ fn endpoint_addr(endpoint: &Endpoint, config: &Config) -> WeightedAddr {
             Http2Params::Unset => None,
         },
         resource_ref: None,
+        is_fallback: false,
     }
 }
 

@@ -27,8 +27,9 @@ pub struct FederatedMembers {
 pub enum MemberPreference {
     #[default]
     All,
-    /// The local member only, while every client has a ready endpoint of it (`Endpoints::serves_all_clients`); otherwise all
-    /// members.
+    /// The local member while it can take the request. Clients that support fallback endpoints have the endpoints of all members,
+    /// and use those of other clusters for requests that no local endpoint can take. Other clients have only the local member while
+    /// each of them has a ready endpoint of it (`Endpoints::serves_all_clients`), and otherwise all members.
     Local,
 }
 

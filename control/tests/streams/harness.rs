@@ -113,6 +113,17 @@ impl Mesh {
             .map(tonic::Response::into_inner)
     }
 
+    /// As `get_from`, of a client that supports fallback endpoints.
+    pub(crate) async fn get_with_fallback(&self, path: &str, token: &str) -> Result<Streaming<Update>, Status> {
+        let request = GetDestination {
+            accepts_fallback: true,
+            ..target(path, token)
+        };
+        let mut client = self.destination(destination::config::Config::default());
+        let response = with_timeout(client.get(request)).await?;
+        Ok(response.into_inner())
+    }
+
     pub(crate) async fn get_profile(&self, path: &str, token: &str) -> Result<Streaming<DestinationProfile>, Status> {
         // With HTTP/2 settings, so that a response shows whether its endpoint is meshed.
         let config = destination::config::Config {
@@ -187,9 +198,9 @@ impl Mesh {
 
 pub(crate) fn target(path: &str, token: &str) -> GetDestination {
     GetDestination {
-        scheme: String::new(),
         path: path.to_owned(),
         context_token: token.to_owned(),
+        ..GetDestination::default()
     }
 }
 

@@ -466,15 +466,7 @@ async fn a_deleted_federated_service_has_no_endpoints_until_it_is_created_again(
 
 #[tokio::test]
 async fn members_of_other_clusters_are_used_with_prefer_local_only_while_the_local_one_does_not_serve_all_clients() {
-    let members = federation(
-        "multicluster.linkerd.io/local-discovery: app, multicluster.linkerd.io/remote-discovery: app@east, \
-         config.tulle.dev/prefer-local: 'true'",
-    );
-    let with_local = |ips: &[&str]| {
-        let cluster_wide =
-            exported("app", ips).replace("internalTrafficPolicy: Local", "internalTrafficPolicy: Cluster");
-        service("web", &members) + &cluster_wide
-    };
+    let with_local = |ips: &[&str]| service("web", &prefer_local()) + &cluster_wide(ips);
     let mesh = mesh(&with_local(&["10.1.0.1"])).await;
     let _east = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
     let mut stream = mesh.get(WEB).await.unwrap();
@@ -486,16 +478,78 @@ async fn members_of_other_clusters_are_used_with_prefer_local_only_while_the_loc
     assert_eq!(next_summary(&mut stream).await, "+10.1.0.2:8080");
     assert_eq!(next_summary(&mut stream).await, "-10.2.0.1:8080");
     // A pod that is being deleted is not ready.
-    let terminating = with_local(&["10.1.0.2"]).replace(
-        "labels: {app",
-        "deletionTimestamp: '2026-01-01T00:00:00Z'\n  labels: {app",
-    );
-    mesh.manifests.write("mesh.yaml", &terminating);
+    mesh.manifests
+        .write("mesh.yaml", &terminating(&with_local(&["10.1.0.2"])));
     assert_eq!(next_summary(&mut stream).await, "+10.2.0.1:8080");
     // If the internal traffic policy of the local Service is `Local`, the endpoints of the other members are used, too.
-    let node_scoped = service("web", &members) + &exported("app", &["10.1.0.3"]);
+    let node_scoped = service("web", &prefer_local()) + &exported("app", &["10.1.0.3"]);
     mesh.manifests.write("mesh.yaml", &node_scoped);
     assert_eq!(next_summary(&mut stream).await, "-10.1.0.2:8080");
+}
+
+/// The metadata of a federated Service whose clients prefer its local member `app` to `app` in `east`.
+fn prefer_local() -> String {
+    federation(
+        "multicluster.linkerd.io/local-discovery: app, multicluster.linkerd.io/remote-discovery: app@east, \
+         config.tulle.dev/prefer-local: 'true'",
+    )
+}
+
+/// The Service `app`, whose pods serve clients on all nodes.
+fn cluster_wide(ips: &[&str]) -> String {
+    exported("app", ips).replace("internalTrafficPolicy: Local", "internalTrafficPolicy: Cluster")
+}
+
+/// The same objects, with pods that are being deleted.
+fn terminating(yaml: &str) -> String {
+    yaml.replace(
+        "labels: {app",
+        "deletionTimestamp: '2026-01-01T00:00:00Z'\n  labels: {app",
+    )
+}
+
+/// The next message of a stream, with `?` after each fallback endpoint.
+async fn next_marked(stream: &mut Streaming<Update>) -> String {
+    let update = next(stream).await;
+    let summary = update_summary(&update);
+    let Some(update::Update::Add(set)) = update.update else {
+        return summary;
+    };
+    let addrs = summary.trim_start_matches('+').split(',').zip(&set.addrs);
+    let marked = addrs.map(|(addr, weighted)| format!("{addr}{}", if weighted.is_fallback { "?" } else { "" }));
+    format!("+{}", marked.collect::<Vec<_>>().join(","))
+}
+
+#[tokio::test]
+async fn members_of_other_clusters_are_fallback_endpoints_with_prefer_local_for_clients_that_support_them() {
+    let with_local = |ips: &[&str]| service("web", &prefer_local()) + &cluster_wide(ips);
+    let mesh = mesh(&with_local(&["10.1.0.1"])).await;
+    let east = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
+    let node1 = r#"{"ns":"shop","nodeName":"node1"}"#;
+    let mut stream = mesh.get_with_fallback(WEB, node1).await.unwrap();
+    assert_eq!(next_marked(&mut stream).await, "+10.1.0.1:8080,10.2.0.1:8080?");
+    east.manifests
+        .write("more.yaml", &pod("app", "10.2.0.2", "mesh-system"));
+    assert_eq!(next_marked(&mut stream).await, "+10.2.0.2:8080?");
+    // Pods that are being deleted are not preferred, so only the preference of the others changes.
+    mesh.manifests
+        .write("mesh.yaml", &terminating(&with_local(&["10.1.0.1"])));
+    assert_eq!(next_marked(&mut stream).await, "+10.2.0.1:8080,10.2.0.2:8080");
+    mesh.manifests.write("mesh.yaml", &with_local(&["10.1.0.1"]));
+    assert_eq!(next_marked(&mut stream).await, "+10.2.0.1:8080?,10.2.0.2:8080?");
+    mesh.manifests.write("mesh.yaml", &with_local(&[]));
+    assert_eq!(next_marked(&mut stream).await, "-10.1.0.1:8080");
+    // With the internal traffic policy `Local`, a client without a local endpoint on its node has only fallback endpoints.
+    let node_scoped = service("web", &prefer_local()) + &exported("app", &["10.1.0.3"]);
+    mesh.manifests.write("mesh.yaml", &node_scoped);
+    assert_eq!(next_marked(&mut stream).await, "+10.1.0.3:8080");
+    let node2 = r#"{"ns":"shop","nodeName":"node2"}"#;
+    let mut elsewhere = mesh.get_with_fallback(WEB, node2).await.unwrap();
+    assert_eq!(next_marked(&mut elsewhere).await, "+10.2.0.1:8080?,10.2.0.2:8080?");
+    // Without the annotation all members are equal.
+    let all = node_scoped.replace("prefer-local: 'true'", "prefer-local: 'false'");
+    mesh.manifests.write("mesh.yaml", &all);
+    assert_eq!(next_marked(&mut elsewhere).await, "+10.2.0.1:8080,10.2.0.2:8080");
 }
 
 #[tokio::test]

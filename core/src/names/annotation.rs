@@ -601,8 +601,10 @@ annotations! {
         objects: "Service",
         values: BOOLEAN,
         default: "`false`",
-        meaning: "Whether clients of a federated Service use its members in other clusters only while the member in \
-                  their own cluster has no ready endpoint. Not in Linkerd.",
+        meaning: "Whether clients of a federated Service use its members in other clusters only for requests that no \
+                  endpoint in their own cluster can take: it has none that is ready, or they are ejected by a circuit \
+                  breaker, cannot be reached, or do not respond. Linkerd's proxies do so only while none is ready. Not \
+                  in Linkerd.",
     }
 
     // Written by tulle

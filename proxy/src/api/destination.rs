@@ -192,6 +192,7 @@ impl Destinations {
         proto::GetDestination {
             path,
             context_token,
+            accepts_fallback: true,
             ..Default::default()
         }
     }

@@ -308,6 +308,7 @@ async fn a_watch_follows_its_stream_over_mutual_tls() {
     let expected = proto::GetDestination {
         path: "web.shop:80".to_owned(),
         context_token: "{}".to_owned(),
+        accepts_fallback: true,
         ..Default::default()
     };
     assert_eq!(script.requests.lock()[0], expected);

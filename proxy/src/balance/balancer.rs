@@ -172,17 +172,20 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    /// Picks an endpoint if one can be picked now. Prefers endpoints that [`Self::pick_responding`] accepts, and then those that
-    /// are not in `tried`. Success ends the fail-fast state.
+    /// Picks an endpoint if one can be picked now. Prefers endpoints that [`Self::pick_responding`] accepts, then those that are
+    /// not in `tried`, and then those that are not fallback endpoints. Success ends the fail-fast state.
     pub(crate) fn try_pick(&self, now: Instant, tried: &[Arc<E>]) -> Option<Arc<E>> {
         let state = self.discovery_state.load();
         let DiscoveryState::Endpoints(endpoints) = &**state else {
             return None;
         };
         let is_untried = |endpoint: &Arc<E>| !tried.iter().any(|tried| Arc::ptr_eq(tried, endpoint));
+        let (preferred, fallback) = endpoints.by_preference();
         let picked = self
-            .pick_responding(endpoints, now, is_untried)
-            .or_else(|| self.pick_responding(endpoints, now, |_| true))
+            .pick_responding(preferred, now, is_untried)
+            .or_else(|| self.pick_responding(fallback, now, is_untried))
+            .or_else(|| self.pick_responding(preferred, now, |_| true))
+            .or_else(|| self.pick_responding(fallback, now, |_| true))
             .or_else(|| self.pick_and_admit(endpoints, now, is_untried))
             .or_else(|| self.pick_and_admit(endpoints, now, |_| true));
         if picked.is_some() && self.is_failing_fast.load(Ordering::Relaxed) {
@@ -191,11 +194,15 @@ impl<E: Candidate> Balancer<E> {
         picked
     }
 
-    /// Picks an endpoint for which `is_allowed` is true, if one can be picked now that [`Self::pick_responding`] accepts. Does not
-    /// end the fail-fast state.
+    /// Picks an endpoint for which `is_allowed` is true, if one can be picked now that [`Self::pick_responding`] accepts. Prefers
+    /// those that are not fallback endpoints. Does not end the fail-fast state.
     pub(crate) fn pick_where(&self, now: Instant, is_allowed: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
         match &**self.discovery_state.load() {
-            DiscoveryState::Endpoints(endpoints) => self.pick_responding(endpoints, now, is_allowed),
+            DiscoveryState::Endpoints(endpoints) => {
+                let (preferred, fallback) = endpoints.by_preference();
+                self.pick_responding(preferred, now, &is_allowed)
+                    .or_else(|| self.pick_responding(fallback, now, &is_allowed))
+            }
             DiscoveryState::Unknown | DiscoveryState::NoEndpoints => None,
         }
     }
@@ -301,11 +308,17 @@ impl<E: Candidate> Balancer<E> {
                     can_be_picked(endpoint).then(|| endpoint.load().cost(now))
                 },
             ),
+            Strategy::RoundRobin if endpoints.is_empty() => None,
             Strategy::RoundRobin => {
                 let start = self.round_robin_next.fetch_add(1, Ordering::Relaxed);
-                (0..endpoints.len())
+                let found = (0..endpoints.len())
                     .map(|step| start.wrapping_add(step) % endpoints.len())
-                    .find(|index| can_be_picked(&endpoints[*index]))
+                    .find(|index| can_be_picked(&endpoints[*index]));
+                if found.is_none() {
+                    // Otherwise a request that is then sent to a fallback endpoint would skip one of them.
+                    self.round_robin_next.fetch_sub(1, Ordering::Relaxed);
+                }
+                found
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::ops::Deref;
 use std::sync::Arc;
 
 use crate::policy::endpoint::{EndpointSpec, EndpointUpdate};
@@ -12,7 +13,7 @@ pub(crate) enum DiscoveryState<E> {
     /// Discovery has not answered yet: requests wait.
     Unknown,
     /// The discovered endpoints. While the list is empty, requests wait.
-    Endpoints(Box<[Arc<E>]>),
+    Endpoints(EndpointList<E>),
     /// The control plane has reported that there are none ([`EndpointUpdate::NoEndpoints`]): requests fail immediately.
     NoEndpoints,
 }
@@ -23,6 +24,31 @@ impl<E> DiscoveryState<E> {
             Self::Endpoints(endpoints) => endpoints,
             Self::Unknown | Self::NoEndpoints => &[],
         }
+    }
+}
+
+/// Endpoints in the order of preference. Dereferences to all of them.
+#[derive(Debug)]
+pub(crate) struct EndpointList<E> {
+    /// The preferred endpoints, then the fallback endpoints.
+    endpoints: Box<[Arc<E>]>,
+    n_preferred: usize,
+}
+
+impl<E> EndpointList<E> {
+    /// The preferred endpoints, and the fallback endpoints ([`EndpointSpec::is_fallback`]).
+    ///
+    /// As slices of their own, because picks from a list of which most endpoints are excluded search all of it.
+    pub(super) fn by_preference(&self) -> (&[Arc<E>], &[Arc<E>]) {
+        self.endpoints.split_at(self.n_preferred)
+    }
+}
+
+impl<E> Deref for EndpointList<E> {
+    type Target = [Arc<E>];
+
+    fn deref(&self) -> &Self::Target {
+        &self.endpoints
     }
 }
 
@@ -98,7 +124,16 @@ impl<E> EndpointSet<E> {
                 return Some(DiscoveryState::NoEndpoints);
             }
         };
-        changed.then(|| DiscoveryState::Endpoints(self.entries.values().map(|known| known.endpoint.clone()).collect()))
+        changed.then(|| DiscoveryState::Endpoints(self.list()))
+    }
+
+    fn list(&self) -> EndpointList<E> {
+        let preferred = self.entries.values().filter(|entry| !entry.spec.is_fallback);
+        let fallback = self.entries.values().filter(|entry| entry.spec.is_fallback);
+        EndpointList {
+            n_preferred: preferred.clone().count(),
+            endpoints: preferred.chain(fallback).map(|entry| entry.endpoint.clone()).collect(),
+        }
     }
 
     /// Removes the endpoints that are not in `specs`. Returns whether one was removed.
@@ -131,6 +166,15 @@ mod tests {
 
     use super::*;
     use crate::policy::endpoint::Weight;
+
+    impl<E> DiscoveryState<E> {
+        pub(crate) fn with_endpoints(preferred: &[Arc<E>], fallback: &[Arc<E>]) -> Self {
+            Self::Endpoints(EndpointList {
+                endpoints: preferred.iter().chain(fallback).cloned().collect(),
+                n_preferred: preferred.len(),
+            })
+        }
+    }
 
     fn spec(port: u16, proxy_port: u16) -> EndpointSpec {
         EndpointSpec {
@@ -203,6 +247,31 @@ mod tests {
         };
         assert_eq!(set.list(EndpointUpdate::Add(vec![heavier])), None);
         assert_eq!(set.endpoints.entries[&addr(1)].spec.weight.get(), 5);
+    }
+
+    #[test]
+    fn preferred_endpoints_come_before_fallback_endpoints() {
+        let mut set = TestSet::new();
+        let fallback = |port| EndpointSpec {
+            is_fallback: true,
+            ..spec(port, 1)
+        };
+        let mut lists = |update| match set.apply(update)? {
+            DiscoveryState::Endpoints(list) => {
+                let (preferred, fallback) = list.by_preference();
+                let built = |endpoints: &[Arc<u32>]| endpoints.iter().map(|endpoint| **endpoint).collect::<Vec<_>>();
+                Some((built(preferred), built(fallback)))
+            }
+            other => panic!("{other:?}"),
+        };
+        let added = EndpointUpdate::Add(vec![fallback(1), spec(2, 1), fallback(3), spec(4, 1)]);
+        assert_eq!(lists(added), Some((vec![2, 4], vec![1, 3])));
+        assert_eq!(lists(EndpointUpdate::Add(vec![fallback(1)])), None);
+        // A change of only the preference.
+        let changed = EndpointUpdate::Add(vec![spec(1, 1), fallback(2)]);
+        assert_eq!(lists(changed), Some((vec![5, 4], vec![6, 3])));
+        let removed = EndpointUpdate::Remove(vec![addr(1), addr(4)]);
+        assert_eq!(lists(removed), Some((vec![], vec![6, 3])));
     }
 
     #[test]

@@ -423,7 +423,7 @@ mod tests {
     impl Backend {
         /// A service with these endpoints.
         pub(in crate::outbound) fn with_endpoints(endpoints: &[Arc<Endpoint>]) -> Self {
-            Self::with_discovery(DiscoveryState::Endpoints(endpoints.into()), WatchState::Known(()))
+            Self::with_discovery(DiscoveryState::with_endpoints(endpoints, &[]), WatchState::Known(()))
         }
 
         fn with_discovery(discovered: DiscoveryState<Endpoint>, watch_state: WatchState<()>) -> Self {

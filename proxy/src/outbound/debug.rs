@@ -54,6 +54,8 @@ struct EndpointStatus {
     /// Absent if the endpoint is not meshed.
     identity: Option<String>,
     weight: u32,
+    /// Whether the endpoint is used only while no other endpoint can take the request.
+    is_fallback: bool,
     zone: &'static str,
     labels: BTreeMap<String, String>,
     rtt_ms: f64,
@@ -207,6 +209,7 @@ impl EndpointStatus {
             address: spec.addr.to_string(),
             identity: endpoint.identity().map(ToString::to_string),
             weight: spec.weight.get(),
+            is_fallback: spec.is_fallback,
             zone: match spec.locality {
                 Locality::Unknown => "unknown",
                 Locality::Local => "local",

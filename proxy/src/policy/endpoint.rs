@@ -29,6 +29,8 @@ pub(crate) struct EndpointSpec {
     pub(crate) authority_override: Option<Authority>,
     pub(crate) http2: Http2Params,
     pub(crate) locality: Locality,
+    /// To be used only while no other endpoint of the service can take the request.
+    pub(crate) is_fallback: bool,
     /// The workload that the control plane names, for debug output.
     pub(crate) resource: Option<Arc<Meta>>,
 }
@@ -146,6 +148,7 @@ impl EndpointSpec {
             authority_override: None,
             http2: Http2Params::default(),
             locality: Locality::Unknown,
+            is_fallback: false,
             resource: None,
         }
     }

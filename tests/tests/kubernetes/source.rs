@@ -130,9 +130,9 @@ impl DestinationFixture {
 
 fn target(path: &str) -> GetDestination {
     GetDestination {
-        scheme: String::new(),
         path: path.to_owned(),
         context_token: r#"{"ns":"shop","nodeName":"node-a","pod":"client"}"#.to_owned(),
+        ..GetDestination::default()
     }
 }
 

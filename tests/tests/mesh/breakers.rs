@@ -16,14 +16,14 @@ use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, mesh};
 
 /// A replica whose response status can be changed.
-struct Replica {
-    status: Arc<AtomicU16>,
+pub(crate) struct Replica {
+    pub(crate) status: Arc<AtomicU16>,
     n_requests: Arc<AtomicUsize>,
     _app: App,
 }
 
 impl Replica {
-    async fn start(mesh: &Mesh, workload: &str, status: u16) -> Self {
+    pub(crate) async fn start(mesh: &Mesh, workload: &str, status: u16) -> Self {
         let (status, received) = (Arc::new(AtomicU16::new(status)), Arc::new(AtomicUsize::new(0)));
         let (answer, count) = (status.clone(), received.clone());
         let app = apps::serve_http(mesh.listen(workload, HTTP).await, move |_| {
@@ -38,7 +38,7 @@ impl Replica {
         }
     }
 
-    fn n_requests(&self) -> usize {
+    pub(crate) fn n_requests(&self) -> usize {
         self.n_requests.load(Ordering::Relaxed)
     }
 }

@@ -20,6 +20,7 @@ mod drain;
 mod egress;
 mod explicit;
 mod failure;
+mod fallback_endpoints;
 mod gateway;
 mod http1;
 mod http2;

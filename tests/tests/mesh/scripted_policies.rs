@@ -87,7 +87,8 @@ fn rule_with_distribution(kind: http_route::distribution::Kind) -> http_route::R
     }
 }
 
-fn routes(rule: http_route::Rule) -> Vec<HttpRoute> {
+/// One route with this rule.
+pub(crate) fn routes(rule: http_route::Rule) -> Vec<HttpRoute> {
     vec![HttpRoute {
         metadata: metadata("route"),
         rules: vec![rule],

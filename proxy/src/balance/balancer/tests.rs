@@ -1,15 +1,16 @@
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeSet, BinaryHeap};
 
 use tokio::time::advance;
+use tulle_core::backoff::Backoff;
 use tulle_core::metrics::{Labels, Registry};
 
 use super::*;
-use crate::balance::breaker::Breaker;
+use crate::balance::breaker::{Breaker, RequestOutcome};
 use crate::balance::candidate::InFlightGuard;
 use crate::balance::load::Load;
 use crate::metrics::balancers::Families;
-use crate::policy::client::LoadParams;
+use crate::policy::client::{AccrualKind, BackoffPolicy, FailureAccrual, LoadParams};
 
 const MS: Duration = Duration::from_millis(1);
 const FAILFAST: Duration = Duration::from_secs(3);
@@ -61,6 +62,12 @@ fn publish_peers(balancer: &Balancer<Peer>, count: usize) -> Vec<Arc<Peer>> {
 }
 
 fn publish_peers_with(balancer: &Balancer<Peer>, count: usize, change: impl Fn(usize, Peer) -> Peer) -> Vec<Arc<Peer>> {
+    let peers = new_peers(balancer, count, change);
+    balancer.publish(DiscoveryState::with_endpoints(&peers, &[]));
+    peers
+}
+
+fn new_peers(balancer: &Balancer<Peer>, count: usize, change: impl Fn(usize, Peer) -> Peer) -> Vec<Arc<Peer>> {
     let now = Instant::now();
     let params = LoadParams::PeakEwma {
         default_rtt: 30 * MS,
@@ -72,11 +79,9 @@ fn publish_peers_with(balancer: &Balancer<Peer>, count: usize, change: impl Fn(u
         load: Load::new(params, now),
         breaker: Breaker::new(None, balancer.breaker_group(), now),
     };
-    let peers: Vec<_> = (0..count)
+    (0..count)
         .map(|number| Arc::new(change(number, peer(number))))
-        .collect();
-    balancer.publish(DiscoveryState::Endpoints(peers.iter().cloned().collect()));
-    peers
+        .collect()
 }
 
 /// The share of requests that each peer gets at a fixed request rate, in virtual time. `millis` are the latencies of the peers.
@@ -236,6 +241,97 @@ fn unavailable_endpoints_are_skipped_and_untried_ones_preferred() {
     }
 }
 
+/// The numbers of peers that cannot be reached, that are late to respond, and that the request has tried, and of those that are
+/// picked. The peers 0 and 1 are preferred, 2 and 3 are fallback endpoints.
+type PreferenceRow = (&'static [usize], &'static [usize], &'static [usize], &'static [usize]);
+
+const PREFERENCE_ROWS: &[PreferenceRow] = &[
+    // Preferred endpoints that respond and were not tried.
+    (&[], &[], &[], &[0, 1]),
+    (&[0], &[], &[], &[1]),
+    (&[], &[0], &[], &[1]),
+    (&[], &[], &[0], &[1]),
+    // Fallback endpoints that respond and were not tried.
+    (&[0, 1], &[], &[], &[2, 3]),
+    (&[], &[0, 1], &[], &[2, 3]),
+    (&[], &[], &[0, 1], &[2, 3]),
+    (&[0], &[1], &[], &[2, 3]),
+    (&[0, 2], &[], &[1], &[3]),
+    // Preferred endpoints that respond, although they were tried.
+    (&[2, 3], &[], &[0, 1], &[0, 1]),
+    (&[0], &[2, 3], &[1], &[1]),
+    (&[], &[], &[0, 1, 2, 3], &[0, 1]),
+    // Fallback endpoints that respond, although they were tried.
+    (&[0, 1, 2], &[], &[3], &[3]),
+    (&[], &[0, 1, 2], &[3], &[3]),
+    // No endpoint responds: all that can be reached, and of these the ones that were not tried.
+    (&[0, 2], &[1, 3], &[], &[1, 3]),
+    (&[0, 2], &[1, 3], &[1], &[3]),
+    (&[0, 2], &[1, 3], &[1, 3], &[1, 3]),
+];
+
+#[test]
+fn fallback_endpoints_are_picked_only_while_no_preferred_one_can_take_the_request() {
+    for strategy in [Strategy::PeakEwma, Strategy::RoundRobin] {
+        for (unreachable, late, tried, expected) in PREFERENCE_ROWS {
+            let case = format!("{strategy:?}, unreachable {unreachable:?}, late {late:?}, tried {tried:?}");
+            let balancer = balancer(strategy);
+            let peers = new_peers(&balancer, 4, |_, peer| peer);
+            balancer.publish(DiscoveryState::with_endpoints(&peers[..2], &peers[2..]));
+            let start = Instant::now();
+            let in_flight = |number: &usize| InFlightGuard::new(peers[*number].clone(), start);
+            let _late: Vec<_> = late.iter().map(in_flight).collect();
+            // Later than the limit of 30 ms, and before a trial request is due.
+            let now = start + 40 * MS;
+            for number in *unreachable {
+                peers[*number].breaker.record_dial_failure("connect-refused", now);
+            }
+            let tried_peers: Vec<_> = tried.iter().map(|number| peers[*number].clone()).collect();
+            let picked = (0..100).map(|_| balancer.try_pick(now, &tried_peers).unwrap().number);
+            let picked: BTreeSet<_> = picked.collect();
+            assert_eq!(picked.into_iter().collect::<Vec<_>>(), *expected, "{case}");
+
+            let is_last_resort = |number: &usize| tried.contains(number) || late.contains(number);
+            let are_alternatives = !expected.iter().any(is_last_resort);
+            let alternative = balancer.pick_where(now, |peer| !tried.contains(&peer.number));
+            assert_eq!(alternative.is_some(), are_alternatives, "{case}");
+            assert!(alternative.is_none_or(|peer| expected.contains(&peer.number)), "{case}");
+        }
+    }
+}
+
+#[test]
+fn the_last_preferred_endpoint_is_ejected_if_the_minimum_of_ready_endpoints_is_met_by_fallback_endpoints() {
+    let accrual = FailureAccrual {
+        kind: AccrualKind::Consecutive { max_failures: 1 },
+        backoff: BackoffPolicy {
+            delays: Backoff {
+                min: Duration::from_secs(1),
+                max: Duration::from_secs(1),
+                jitter: 0.0,
+            },
+            honors_retry_after: false,
+        },
+        min_ready_endpoints: 1,
+    };
+    let balancer = balancer(Strategy::PeakEwma);
+    let now = Instant::now();
+    let peers = new_peers(&balancer, 2, |_, peer| Peer {
+        breaker: Breaker::new(Some(accrual), balancer.breaker_group(), now),
+        ..peer
+    });
+    balancer.publish(DiscoveryState::with_endpoints(&peers[..1], &peers[1..]));
+    assert_eq!(balancer.try_pick(now, &[]).unwrap().number, 0);
+    peers[0].breaker.record_outcome(RequestOutcome::Failure, None, now);
+    assert_eq!(balancer.try_pick(now, &[]).unwrap().number, 1);
+    // The probe is the only request to the ejected endpoint, and its success ends the use of the fallback endpoint.
+    let later = now + Duration::from_secs(1);
+    let numbers = [(); 3].map(|()| balancer.try_pick(later, &[]).unwrap().number);
+    assert_eq!(numbers, [0, 1, 1]);
+    peers[0].breaker.record_outcome(RequestOutcome::Success, None, later);
+    assert_eq!(balancer.try_pick(later, &[]).unwrap().number, 0);
+}
+
 #[tokio::test(start_paused = true)]
 async fn requests_wait_for_discovery() {
     let balancer = balancer(Strategy::PeakEwma);
@@ -252,7 +348,7 @@ async fn requests_wait_for_discovery() {
 #[tokio::test(start_paused = true)]
 async fn a_timeout_ends_the_wait_of_all_queued_requests() {
     let balancer = balancer(Strategy::PeakEwma);
-    balancer.publish(DiscoveryState::Endpoints(Box::new([])));
+    balancer.publish(DiscoveryState::with_endpoints(&[], &[]));
     let first_series = series();
     let (first, second) = tokio::join!(balancer.pick(&[], &first_series), async {
         advance(FAILFAST / 3).await;
@@ -282,7 +378,7 @@ async fn a_service_without_endpoints_fails_at_once() {
 #[tokio::test(start_paused = true)]
 async fn after_one_timeout_requests_fail_fast_until_an_endpoint_is_available() {
     let balancer = balancer(Strategy::PeakEwma);
-    balancer.publish(DiscoveryState::Endpoints(Box::new([])));
+    balancer.publish(DiscoveryState::with_endpoints(&[], &[]));
     let start = Instant::now();
     assert_eq!(
         balancer.pick(&[], &series()).await.unwrap_err(),
@@ -341,7 +437,7 @@ async fn a_successful_probe_releases_queued_requests() {
 #[tokio::test(start_paused = true)]
 async fn the_queue_is_bounded() {
     let balancer = balancer(Strategy::PeakEwma);
-    balancer.publish(DiscoveryState::Endpoints(Box::new([])));
+    balancer.publish(DiscoveryState::with_endpoints(&[], &[]));
     let waiters: Vec<_> = (0..2)
         .map(|_| {
             let balancer = balancer.clone();
@@ -414,7 +510,7 @@ async fn metrics_of_endpoints_queue_and_queue_mode_are_recorded() {
         r#"p2c_updates_total{parent="other",op="Reset"} 0"#,
         r#"queue_gate_timeout_seconds{parent="one"} 3"#,
     ]);
-    balancer.publish(DiscoveryState::Endpoints(Box::new([])));
+    balancer.publish(DiscoveryState::with_endpoints(&[], &[]));
     balancer.pick(&[], &one).await.unwrap_err();
     assert_metrics(&[
         r#"queue_requests_total{parent="one"} 1"#,

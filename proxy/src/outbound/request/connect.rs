@@ -212,8 +212,11 @@ impl RequestConnector<'_> {
         if !self.may_dial_another_endpoint(tried, dials) {
             return None;
         }
+        // A preferred endpoint can take the request although it has no connection yet.
+        let may_use_fallback = dials.iter().any(|dial| dial.endpoint.spec.is_fallback);
         let other = self.backend.pick_where(|other| {
-            needs.request_protocol(other) == HttpVersion::Http2
+            (may_use_fallback || !other.spec.is_fallback)
+                && needs.request_protocol(other) == HttpVersion::Http2
                 && other.client(self.worker).has_http2_connection()
                 && self.is_alternative(other, tried, dials)
         })?;

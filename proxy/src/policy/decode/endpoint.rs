@@ -109,6 +109,7 @@ pub(super) fn endpoint(
             .map(|message| http2_params(message, on_incomplete))
             .unwrap_or_default(),
         locality,
+        is_fallback: message.is_fallback,
         resource: client_meta(message.resource_ref).ok(),
     })
 }
@@ -239,6 +240,16 @@ mod tests {
             assert_eq!(
                 decode_endpoint(|addr| addr.metric_labels = label("zone_locality", value)).locality,
                 expected
+            );
+        }
+    }
+
+    #[test]
+    fn endpoints_are_preferred_unless_they_are_fallback_endpoints() {
+        for is_fallback in [false, true] {
+            assert_eq!(
+                decode_endpoint(|addr| addr.is_fallback = is_fallback).is_fallback,
+                is_fallback
             );
         }
     }
