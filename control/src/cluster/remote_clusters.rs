@@ -75,8 +75,12 @@ impl RemoteClusters {
     }
 
     pub fn set(&self, name: &str, cluster: RemoteCluster) {
-        self.0.state.lock().clusters.insert(name.into(), cluster);
-        self.0.changes.send_replace(());
+        let is_unlinked = matches!(cluster, RemoteCluster::Unlinked);
+        let previous = self.0.state.lock().clusters.insert(name.into(), cluster);
+        // The Secrets of names that are no clusters can be looked for again and again.
+        if !(is_unlinked && matches!(previous, Some(RemoteCluster::Unlinked))) {
+            self.0.changes.send_replace(());
+        }
     }
 
     /// Removes a cluster that no object refers to any more.

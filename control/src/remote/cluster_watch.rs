@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use k8s_openapi::api::core::v1::Secret;
 use kube::{Client, ResourceExt as _};
+use tokio::sync::watch;
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
@@ -25,6 +26,7 @@ use crate::source::kubernetes::{RemoteConfig, SourceError, run_remote};
 pub(super) struct RemoteClusterWatch {
     /// The cluster's name in labels and annotations.
     pub(super) name: Arc<str>,
+    pub(super) secret: watch::Sender<SecretSearch>,
     pub(super) clusters: AllClusters,
     /// Client of the local API server.
     pub(super) client: Client,
@@ -33,6 +35,17 @@ pub(super) struct RemoteClusterWatch {
     /// Time after the deletion of the Secret until the endpoints are removed.
     pub(super) unlink_delay: Duration,
     pub(super) drain: Watch,
+}
+
+/// Whether the Secret of a cluster is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum SecretSearch {
+    /// It is not known yet whether there is a Secret.
+    Running,
+    /// There is none, or it cannot be read.
+    NotFound,
+    /// There is one, or its endpoints are still served after its deletion.
+    Found,
 }
 
 pub(super) struct Gauges {
@@ -50,22 +63,22 @@ struct Connection {
 
 impl RemoteClusterWatch {
     pub(super) async fn run(self) -> Infallible {
-        self.set_state(RemoteCluster::Pending { since: Instant::now() });
         let namespace = &self.clusters.local.config().controller_namespace;
-        let mut watch = SecretWatch::new(self.client.clone(), namespace, &secret_name(&self.name));
+        let mut secret_watch = SecretWatch::new(self.client.clone(), namespace, &secret_name(&self.name));
         // The connection with the old credentials stays until one with the new credentials has listed all objects.
         let mut connection: Option<Connection> = None;
         loop {
-            let state = watch.state();
+            let state = secret_watch.state();
             match &state {
                 SecretState::Present(secret) => {
+                    self.secret.send_replace(SecretSearch::Found);
                     if connection.is_none()
                         && let RemoteCluster::Unlinked = self.clusters.remote.get(&self.name)
                     {
                         self.set_state(RemoteCluster::Pending { since: Instant::now() });
                     }
                     connection = tokio::select! {
-                        () = watch.changed_from(&state) => continue,
+                        () = secret_watch.changed_from(&state) => continue,
                         connected = self.connect(secret) => match connected {
                             Ok(connected) => Some(connected),
                             Err(cause) => {
@@ -76,7 +89,7 @@ impl RemoteClusterWatch {
                         },
                     };
                     tokio::select! {
-                        () = watch.changed_from(&state) => {}
+                        () = secret_watch.changed_from(&state) => {}
                         cause = wait_for_watch_end(&mut connection) => {
                             warn!(cluster = %self.name, cause, "the watches of the cluster have ended; connecting again");
                             sleep(RECONNECT_DELAY).await;
@@ -88,7 +101,7 @@ impl RemoteClusterWatch {
                     if connection.is_some() {
                         // A tool can replace the Secret by deleting and creating it.
                         tokio::select! {
-                            () = watch.changed_from(&state) => continue,
+                            () = secret_watch.changed_from(&state) => continue,
                             () = sleep(self.unlink_delay) => {}
                         }
                         info!(cluster = %self.name, "the cluster is no longer linked, because its Secret was deleted");
@@ -96,6 +109,7 @@ impl RemoteClusterWatch {
                         self.gauges.is_up_to_date.set(0);
                     }
                     self.set_state(RemoteCluster::Unlinked);
+                    self.secret.send_replace(SecretSearch::NotFound);
                 }
                 SecretState::Unreadable(cause) => {
                     let (cluster, secret) = (&self.name, secret_name(&self.name));
@@ -104,10 +118,13 @@ impl RemoteClusterWatch {
                         "the Secret of the cluster cannot be read; if that is forbidden, name the Link in `controllers` of the chart \
                          tulle-multicluster, or the cluster in `linkedClusters` of tulle-control-plane"
                     );
+                    if connection.is_none() {
+                        self.secret.send_replace(SecretSearch::NotFound);
+                    }
                 }
                 SecretState::Unknown => {}
             }
-            watch.changed_from(&state).await;
+            secret_watch.changed_from(&state).await;
         }
     }
 
@@ -299,6 +316,7 @@ mod tests {
         let (_signal, drain) = drain::channel();
         let watch = RemoteClusterWatch {
             name: "east".into(),
+            secret: watch::Sender::new(SecretSearch::Running),
             clusters: clusters.clone(),
             client,
             registry: registry.clone(),

@@ -2,6 +2,7 @@
 //!
 //! A cluster is watched while a Service of this cluster refers to it, with the credentials in the Secret
 //! `cluster-credentials-<name>` in the namespace of the control plane. A cluster that cannot be read keeps its last endpoints.
+//! Clusters for which there is no Secret take turns if there are many of them, and never take the place of one with a Secret.
 //!
 //! RBAC in this cluster: `list` and `watch` on the Secrets of the linked clusters, each by its name. In the other
 //! cluster: `list` and `watch` on `services`, `endpointslices` (or `endpoints`) and `pods`; and, if this is permitted,
@@ -10,12 +11,14 @@
 mod cluster_watch;
 pub mod references;
 
+use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kube::Client;
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 use tracing::warn;
@@ -23,7 +26,7 @@ use tulle_core::drain::Watch;
 use tulle_core::metrics::{Family, Gauge, Labels, Registry};
 
 use crate::cluster::remote_clusters::{AllClusters, RemoteCluster};
-use crate::remote::cluster_watch::{Gauges, RemoteClusterWatch};
+use crate::remote::cluster_watch::{Gauges, RemoteClusterWatch, SecretSearch};
 use crate::remote::references::ReferencedClusters;
 
 /// Watches the clusters to which Services refer, and keeps what this cluster knows about them up to date.
@@ -40,8 +43,20 @@ pub struct RemoteWatches {
 /// A cluster that is watched, with its task.
 struct WatchedCluster {
     task: JoinSet<Infallible>,
+    secret_search: watch::Receiver<SecretSearch>,
     /// `None` while a Service refers to the cluster.
     unreferenced_since: Option<Instant>,
+}
+
+/// The watches, and the clusters that wait for one.
+#[derive(Default)]
+struct WatchTable {
+    watched: HashMap<Arc<str>, WatchedCluster>,
+    /// The last turn of each cluster whose watch was ended for another cluster.
+    turns: HashMap<Arc<str>, u64>,
+    n_turns: u64,
+    /// The time at which clusters without a Secret give their places to others. `None` while no cluster waits for a place.
+    next_turn_at: Option<Instant>,
 }
 
 impl RemoteWatches {
@@ -73,50 +88,62 @@ impl RemoteWatches {
 
     /// Watches the clusters that Services refer to, until the drain.
     pub async fn run(self, mut references: ReferencedClusters) {
-        let mut watched = HashMap::<Arc<str>, WatchedCluster>::new();
-        let mut rejected = HashSet::<Arc<str>>::new();
+        let mut watches = WatchTable::default();
         loop {
             let wanted = references.current();
-            for (name, cluster) in &mut watched {
-                if wanted.contains(name) {
-                    cluster.unreferenced_since = None;
-                } else {
-                    cluster.unreferenced_since.get_or_insert_with(Instant::now);
-                }
-            }
-            let is_due = |cluster: &WatchedCluster| cluster.expires_at().is_some_and(|at| at <= Instant::now());
-            let expired: Vec<_> = watched.extract_if(|_, cluster| is_due(cluster)).collect();
-            for (name, mut cluster) in expired {
-                cluster.task.shutdown().await;
+            for name in watches.end_unreferenced(&wanted).await {
                 self.clusters.remote.remove(&name);
             }
-            for name in rejected.extract_if(|name| !wanted.contains(name)) {
-                self.clusters.remote.remove(&name);
-            }
-            for name in &wanted {
-                if watched.contains_key(name) {
-                    continue;
-                }
-                if watched.len() < MAX_WATCHED_CLUSTERS {
-                    rejected.remove(name);
-                    watched.insert(name.clone(), self.start_watch(name));
-                } else if rejected.insert(name.clone()) {
-                    warn!(cluster = %name, "Services refer to more than {MAX_WATCHED_CLUSTERS} clusters; the endpoints of this cluster are not served");
-                    self.clusters.remote.set(name, RemoteCluster::Unlinked);
-                }
-            }
-            let next_expiry = watched.values().filter_map(WatchedCluster::expires_at).min();
+            self.start_watches(&mut watches, &wanted).await;
+            let next_expiry = watches.watched.values().filter_map(WatchedCluster::expires_at).min();
+            let next_step = next_expiry.into_iter().chain(watches.next_turn_at).min();
             tokio::select! {
                 () = references.changed() => {}
-                () = sleep_until(next_expiry.unwrap_or_else(Instant::now)), if next_expiry.is_some() => {}
+                () = sleep_until(next_step.unwrap_or_else(Instant::now)), if next_step.is_some() => {}
                 () = self.drain.signaled() => return,
             }
         }
     }
 
+    /// Watches the wanted clusters. Those without a Secret take turns if there are too many of them.
+    async fn start_watches(&self, watches: &mut WatchTable, wanted: &[Arc<str>]) {
+        let waiting = watches.waiting(wanted);
+        let mut n_free = MAX_WATCHES_WITHOUT_SECRET.saturating_sub(watches.n_without_secret());
+        if waiting.len() > n_free {
+            match watches.next_turn_at {
+                None => {
+                    let n = waiting.len() + watches.n_without_secret();
+                    warn!(
+                        "Services refer to {n} clusters without a known Secret, so {MAX_WATCHES_WITHOUT_SECRET} at a time are watched; \
+                         the Secrets of the others are noticed late"
+                    );
+                }
+                Some(at) if at <= Instant::now() => n_free += watches.end_turns(wanted, waiting.len() - n_free).await,
+                Some(_) => {}
+            }
+            let is_later = |at: &Instant| *at > Instant::now();
+            let next_turn_at = watches.next_turn_at.filter(is_later);
+            watches.next_turn_at = Some(next_turn_at.unwrap_or_else(|| Instant::now() + TURN_INTERVAL));
+        } else {
+            watches.next_turn_at = None;
+        }
+        for name in waiting.into_iter().take(n_free) {
+            // A cluster that was watched before keeps its state until its Secret is found.
+            if !watches.turns.contains_key(&name) {
+                self.clusters
+                    .remote
+                    .set(&name, RemoteCluster::Pending { since: Instant::now() });
+            }
+            let watched = self.start_watch(&name);
+            watches.watched.insert(name, watched);
+        }
+    }
+
     fn start_watch(&self, name: &Arc<str>) -> WatchedCluster {
+        let (secret, secret_search) = watch::channel(SecretSearch::Running);
         let watch = RemoteClusterWatch {
             name: name.clone(),
+            secret,
             clusters: self.clusters.clone(),
             client: self.client.clone(),
             registry: self.registry.clone(),
@@ -131,8 +158,67 @@ impl RemoteWatches {
         task.spawn(watch.run());
         WatchedCluster {
             task,
+            secret_search,
             unreferenced_since: None,
         }
+    }
+}
+
+impl WatchTable {
+    /// Ends the watches of clusters to which no Service has referred for some time. Returns the clusters whose state is not needed any
+    /// more.
+    async fn end_unreferenced(&mut self, wanted: &[Arc<str>]) -> Vec<Arc<str>> {
+        let wanted: HashSet<_> = wanted.iter().collect();
+        for (name, cluster) in &mut self.watched {
+            if wanted.contains(name) {
+                cluster.unreferenced_since = None;
+            } else {
+                cluster.unreferenced_since.get_or_insert_with(Instant::now);
+            }
+        }
+        let is_due = |cluster: &WatchedCluster| cluster.expires_at().is_some_and(|at| at <= Instant::now());
+        let expired: Vec<_> = self.watched.extract_if(|_, cluster| is_due(cluster)).collect();
+        let mut ended = Vec::new();
+        for (name, mut cluster) in expired {
+            cluster.task.shutdown().await;
+            ended.push(name);
+        }
+        let forgotten = self.turns.extract_if(|name, _| !wanted.contains(name));
+        ended.extend(forgotten.map(|(name, _)| name).filter(|name| !self.watched.contains_key(name)));
+        ended
+    }
+
+    /// The wanted clusters that are not watched. First those that were not watched yet, then those whose last turn was the earliest.
+    fn waiting(&self, wanted: &[Arc<str>]) -> Vec<Arc<str>> {
+        let waiting = wanted.iter().filter(|name| !self.watched.contains_key(*name));
+        let mut waiting: Vec<_> = waiting.cloned().collect();
+        waiting.sort_by_key(|name| self.turns.get(name).copied());
+        waiting
+    }
+
+    /// The number of watched clusters for which no Secret is known.
+    fn n_without_secret(&self) -> usize {
+        let without = |cluster: &&WatchedCluster| *cluster.secret_search.borrow() != SecretSearch::Found;
+        self.watched.values().filter(without).count()
+    }
+
+    /// Ends the watches of at most `max` clusters that have no Secret, the last ones in the order of `wanted`. Returns their number.
+    async fn end_turns(&mut self, wanted: &[Arc<str>], max: usize) -> usize {
+        let ranks: HashMap<_, _> = wanted.iter().enumerate().map(|(rank, name)| (name, rank)).collect();
+        let can_end = |cluster: &WatchedCluster| *cluster.secret_search.borrow() == SecretSearch::NotFound;
+        let ending = self.watched.iter().filter(|(_, cluster)| can_end(cluster));
+        let mut ending: Vec<_> = ending.map(|(name, _)| name.clone()).collect();
+        ending.sort_by_key(|name| Reverse(ranks.get(name).copied().unwrap_or(usize::MAX)));
+        ending.truncate(max.min(MAX_PLACES_PER_TURN));
+        self.n_turns += 1;
+        let n_ended = ending.len();
+        for name in ending {
+            if let Some(mut cluster) = self.watched.remove(&name) {
+                cluster.task.shutdown().await;
+            }
+            self.turns.insert(name, self.n_turns);
+        }
+        n_ended
     }
 }
 
@@ -147,14 +233,21 @@ const UNREFERENCED_GRACE_PERIOD: Duration = Duration::from_secs(600);
 /// Time after the deletion of the Secret of a cluster until its endpoints are removed. The mirrors of a Link stay as
 /// long.
 const UNLINK_DELAY: Duration = Duration::from_secs(60);
-/// Maximum number of clusters that are watched. More clusters would need too many requests to the local API server, and
-/// can only be a mistake or an attack.
-const MAX_WATCHED_CLUSTERS: usize = 200;
+/// Maximum number of watched clusters for which no Secret is known. Everyone who may edit a Service can refer to a cluster, and each
+/// watch takes requests to the local API server. Clusters with a Secret are not limited, because an administrator has linked them.
+const MAX_WATCHES_WITHOUT_SECRET: usize = 200;
+/// Interval at which other clusters without a Secret are watched, if there are more of them than places. It is longer than it takes
+/// until a Secret counts as unreadable.
+const TURN_INTERVAL: Duration = Duration::from_secs(10);
+/// Maximum number of clusters that give their places to others at a time. The other places stay with the same clusters, those of
+/// namespaces that refer to few clusters, so that their Secrets are noticed at once.
+const MAX_PLACES_PER_TURN: usize = 20;
 
 #[cfg(test)]
 mod tests {
     use http::{Request, Response};
     use kube::client::Body;
+    use parking_lot::Mutex;
     use serde_json::json;
     use tokio::time::sleep;
     use tulle_core::drain;
@@ -178,8 +271,12 @@ mod tests {
 
     /// A federated Service with these members.
     fn service(members: &str) -> Event {
+        named_service("web-federated", members)
+    }
+
+    fn named_service(name: &str, members: &str) -> Event {
         let annotations = json!({"multicluster.linkerd.io/remote-discovery": members});
-        let metadata = json!({"name": "web-federated", "namespace": "shop", "annotations": annotations});
+        let metadata = json!({"name": name, "namespace": "shop", "annotations": annotations});
         Event::Applied(decode(Kind::Service, &json!({"metadata": metadata, "spec": {}})).unwrap())
     }
 
@@ -212,5 +309,97 @@ mod tests {
         assert_eq!(n_requests_after(3).await, 0);
         sink.apply(vec![service("web@east")]);
         assert_eq!(n_requests_after(1).await, 1, "it is watched again");
+    }
+
+    /// The Secrets of which lists were requested, and the number of open watches of each.
+    type SecretRequests = Arc<Mutex<(Vec<String>, HashMap<String, usize>)>>;
+
+    /// Counts an open watch of a Secret until it is dropped.
+    struct OpenWatch {
+        secret: String,
+        requests: SecretRequests,
+    }
+
+    impl OpenWatch {
+        fn new(secret: String, requests: SecretRequests) -> Self {
+            *requests.lock().1.entry(secret.clone()).or_default() += 1;
+            Self { secret, requests }
+        }
+    }
+
+    impl Drop for OpenWatch {
+        fn drop(&mut self) {
+            if let Some(n) = self.requests.lock().1.get_mut(&self.secret) {
+                *n -= 1;
+            }
+        }
+    }
+
+    /// A client of an API server that has only the Secret of the cluster `east`.
+    fn client_with_one_secret(requests: SecretRequests) -> Client {
+        let service = tower::service_fn(move |req: Request<Body>| {
+            let requests = requests.clone();
+            async move {
+                let query = req.uri().query().unwrap_or_default();
+                let (_, rest) = query.split_once("cluster-credentials-").expect("a field selector");
+                let name = rest.split('&').next().unwrap_or_default().to_owned();
+                if query.contains("watch=true") {
+                    let _open = OpenWatch::new(name, requests);
+                    return std::future::pending::<Result<Response<Body>, Infallible>>().await;
+                }
+                let secret = json!({"metadata": {"name": "cluster-credentials-east", "namespace": "linkerd"}});
+                let items = if name == "east" { vec![secret] } else { Vec::new() };
+                requests.lock().0.push(name);
+                let list = json!({
+                    "apiVersion": "v1", "kind": "SecretList", "metadata": {"resourceVersion": "1"}, "items": items,
+                });
+                Ok(Response::new(Body::from(list.to_string().into_bytes())))
+            }
+        });
+        Client::new(service, "default")
+    }
+
+    /// Names without a Secret, which everyone who may edit a Service can write, do not take the place of a cluster with a Secret.
+    #[tokio::test(start_paused = true)]
+    async fn clusters_without_a_secret_take_turns_and_one_with_a_secret_stays_watched() {
+        let registry = Registry::new();
+        let (_signal, drain) = drain::channel();
+        let clusters = AllClusters::from(Cluster::new(Config::default(), &registry));
+        let (sink, references) = ReferencedClusters::from_events(EventSink::new(|_| {}));
+        let requests = SecretRequests::default();
+        let client = client_with_one_secret(requests.clone());
+        let watches = RemoteWatches::new(client, clusters.clone(), registry, drain);
+        let _running = tokio::spawn(watches.run(references));
+        let names: Vec<String> = (0..300).map(|n| format!("a{n}")).collect();
+        let mut events = vec![service("web@east")];
+        for (n, members) in names.chunks(100).enumerate() {
+            let members: Vec<_> = members.iter().map(|name| format!("x@{name}")).collect();
+            events.push(named_service(&format!("x{n}"), &members.join(",")));
+        }
+        sink.apply(events);
+        let n_open = |name: &str| requests.lock().1.get(name).copied().unwrap_or_default();
+        let n_lists = |name: &str| requests.lock().0.iter().filter(|listed| *listed == name).count();
+
+        // The names come before `east`, so they have the first turn.
+        sleep(Duration::from_secs(5)).await;
+        assert_eq!((n_lists("east"), requests.lock().0.len()), (0, MAX_WATCHES_WITHOUT_SECRET));
+        assert!(matches!(clusters.remote.get("east"), RemoteCluster::Pending { .. }));
+
+        sleep(Duration::from_secs(200)).await;
+        for name in &names {
+            assert!(n_lists(name) > 0, "{name} had no turn");
+            assert!(matches!(clusters.remote.get(name), RemoteCluster::Unlinked), "{name}");
+        }
+        let n_open_in_total: usize = requests.lock().1.values().sum();
+        assert_eq!(n_open_in_total, MAX_WATCHES_WITHOUT_SECRET + 1);
+        assert_eq!((n_lists("east"), n_open("east")), (1, 1), "its watch was never ended");
+        assert!(matches!(clusters.remote.get("east"), RemoteCluster::Pending { .. }));
+
+        // The names are gone, and with them what is known of them.
+        sink.apply((0..3).map(|n| named_service(&format!("x{n}"), "")).collect());
+        sleep(UNREFERENCED_GRACE_PERIOD + Duration::from_secs(1)).await;
+        let n_open_in_total: usize = requests.lock().1.values().sum();
+        assert_eq!((n_open_in_total, n_open("east")), (1, 1));
+        assert!(matches!(clusters.remote.get("a0"), RemoteCluster::Pending { .. }), "the default");
     }
 }

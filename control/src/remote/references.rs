@@ -1,6 +1,7 @@
 //! The clusters to which Services of this cluster refer.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::mem;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -12,36 +13,38 @@ use crate::resources::service::Service;
 use crate::resources::{Kind, Object, remote_discovery};
 
 /// The names of the clusters to which Services refer, current as of the last event.
-pub struct ReferencedClusters(watch::Receiver<BTreeSet<Arc<str>>>);
+pub struct ReferencedClusters {
+    references: Arc<Mutex<References>>,
+    changes: watch::Receiver<()>,
+}
 
 impl ReferencedClusters {
     /// Returns a sink that forwards events to `sink`, and the clusters to which the Services in these events refer.
     pub fn from_events(sink: EventSink) -> (EventSink, Self) {
-        let (sender, receiver) = watch::channel(BTreeSet::new());
-        let counts = Mutex::new(Counts::default());
+        let (sender, changes) = watch::channel(());
+        let references = Arc::new(Mutex::new(References::default()));
+        let recorded = references.clone();
         let recorder = EventSink::new(move |events| {
-            let mut counts = counts.lock();
+            let mut references = recorded.lock();
             for event in events {
-                counts.apply(&event);
+                references.apply(&event);
             }
-            sender.send_if_modified(|sent| {
-                let is_changed = !counts.by_cluster.keys().eq(sent.iter());
-                if is_changed {
-                    *sent = counts.by_cluster.keys().cloned().collect();
-                }
-                is_changed
-            });
+            if mem::take(&mut references.is_changed) {
+                sender.send_replace(());
+            }
         });
         let is_service = |event: &Event| event.kind() == Some(Kind::Service);
-        (sink.tee(is_service, recorder), Self(receiver))
+        (sink.tee(is_service, recorder), Self { references, changes })
     }
 
-    pub(super) fn current(&mut self) -> BTreeSet<Arc<str>> {
-        self.0.borrow_and_update().clone()
+    /// The clusters, in the order of [`References::in_fair_order`].
+    pub(super) fn current(&mut self) -> Vec<Arc<str>> {
+        self.changes.borrow_and_update();
+        self.references.lock().in_fair_order()
     }
 
     pub(super) async fn changed(&mut self) {
-        if self.0.changed().await.is_err() {
+        if self.changes.changed().await.is_err() {
             // The source has ended, so the process is about to end.
             std::future::pending::<()>().await;
         }
@@ -49,14 +52,16 @@ impl ReferencedClusters {
 }
 
 #[derive(Default)]
-struct Counts {
+struct References {
     /// The clusters that a Service refers to. Services without a reference are not listed.
     by_service: HashMap<NamespacedName, BTreeSet<Arc<str>>>,
     /// The number of Services that refer to each cluster.
-    by_cluster: BTreeMap<Arc<str>, usize>,
+    by_cluster: HashMap<Arc<str>, usize>,
+    /// Whether a cluster was added or removed since the last notification.
+    is_changed: bool,
 }
 
-impl Counts {
+impl References {
     fn apply(&mut self, event: &Event) {
         match event {
             Event::Applied(Object::Service(service)) => {
@@ -69,7 +74,9 @@ impl Counts {
 
     fn set_clusters(&mut self, service: &NamespacedName, clusters: BTreeSet<Arc<str>>) {
         for cluster in &clusters {
-            *self.by_cluster.entry(cluster.clone()).or_default() += 1;
+            let count = self.by_cluster.entry(cluster.clone()).or_default();
+            self.is_changed |= *count == 0;
+            *count += 1;
         }
         let previous = if clusters.is_empty() {
             self.by_service.remove(service)
@@ -81,9 +88,30 @@ impl Counts {
                 *count -= 1;
                 if *count == 0 {
                     self.by_cluster.remove(&cluster);
+                    self.is_changed = true;
                 }
             }
         }
+    }
+
+    /// First the clusters of namespaces that refer to few clusters, so that the names in one namespace do not come before those in all
+    /// others.
+    fn in_fair_order(&self) -> Vec<Arc<str>> {
+        let mut by_namespace = HashMap::<&str, HashSet<&Arc<str>>>::new();
+        for (service, clusters) in &self.by_service {
+            by_namespace.entry(&service.namespace).or_default().extend(clusters);
+        }
+        // For each cluster, the smallest number of clusters to which a namespace with a reference to it refers.
+        let mut ranks = BTreeMap::<&Arc<str>, usize>::new();
+        for clusters in by_namespace.values() {
+            for &cluster in clusters {
+                let rank = ranks.entry(cluster).or_insert(usize::MAX);
+                *rank = clusters.len().min(*rank);
+            }
+        }
+        let mut ordered: Vec<_> = ranks.into_iter().map(|(cluster, rank)| (rank, cluster)).collect();
+        ordered.sort_unstable();
+        ordered.into_iter().map(|(_, cluster)| cluster.clone()).collect()
     }
 }
 
@@ -101,8 +129,12 @@ mod tests {
     use crate::resources::decode;
 
     fn service(name: &str, members: &str) -> Event {
+        service_in("shop", name, members)
+    }
+
+    fn service_in(namespace: &str, name: &str, members: &str) -> Event {
         let annotations = json!({"multicluster.linkerd.io/remote-discovery": members});
-        let metadata = json!({"name": name, "namespace": "shop", "annotations": annotations});
+        let metadata = json!({"name": name, "namespace": namespace, "annotations": annotations});
         Event::Applied(decode(Kind::Service, &json!({"metadata": metadata, "spec": {}})).unwrap())
     }
 
@@ -128,5 +160,19 @@ mod tests {
                 "{current:?}"
             );
         }
+    }
+
+    #[test]
+    fn clusters_of_namespaces_with_few_references_come_first() {
+        let (sink, mut references) = ReferencedClusters::from_events(EventSink::new(|_| {}));
+        sink.apply(vec![
+            service_in("attacker", "one", "x@a,x@b"),
+            service_in("attacker", "two", "x@c,x@north"),
+            service_in("shop", "web", "web@east,web@north"),
+            service_in("shop", "api", "api@north"),
+            service_in("bank", "web", "web@west"),
+        ]);
+        let names: Vec<_> = references.current().iter().map(ToString::to_string).collect();
+        assert_eq!(names, ["west", "east", "north", "a", "b", "c"]);
     }
 }
