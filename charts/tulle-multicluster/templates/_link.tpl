@@ -10,12 +10,18 @@ properties:
     x-kubernetes-preserve-unknown-fields: true
   matchExpressions:
     type: array
+    # The cost of the rules of an object is limited, so the number of expressions is, too.
+    maxItems: 100
     items:
       type: object
       required: [key, operator]
+      x-kubernetes-validations:
+        - rule: "self.operator in ['In', 'NotIn'] ? has(self.values) && size(self.values) > 0 : !has(self.values) || size(self.values) == 0"
+          message: the operators In and NotIn need values, and Exists and DoesNotExist have none
       properties:
         key:
           type: string
+          minLength: 1
         operator:
           type: string
           enum: [In, NotIn, Exists, DoesNotExist]
@@ -23,6 +29,16 @@ properties:
           type: array
           items:
             type: string
+{{- end }}
+
+{{/* CEL: the condition that the field . of self is a port. */}}
+{{- define "tulle-multicluster.is-port" -}}
+(has(self.{{ . }}) && self.{{ . }}.matches('^[0-9]{1,5}$') && int(self.{{ . }}) > 0 && int(self.{{ . }}) <= 65535)
+{{- end }}
+
+{{/* CEL: the condition that the field . of self is absent, empty, or a duration in Go's syntax above 0. */}}
+{{- define "tulle-multicluster.is-duration" -}}
+(!has(self.{{ . }}) || self.{{ . }} == '' || (self.{{ . }}.matches('^[+]?(([0-9]+[.]?[0-9]*|[.][0-9]+)(ns|us|µs|ms|s|m|h))+$') && self.{{ . }}.matches('[1-9]')))
 {{- end }}
 
 {{/* Names of annotations or labels. . is their description. */}}

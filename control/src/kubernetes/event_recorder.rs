@@ -2,7 +2,8 @@
 //!
 //! Recording never blocks or fails: notes go through a bounded queue to one task, and notes that do not fit are counted
 //! and dropped. Notes about one object with the same severity, reason and action become one Event. It has the message of the
-//! first note, and a series count that is updated every few seconds.
+//! first note, and a series count that is updated every few seconds. A note that was recorded as a change becomes another Event if
+//! its message differs.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -27,13 +28,13 @@ use tulle_core::metrics::{Counter, Labels, Registry};
 /// Queues notes. Clones share the queue. The default recorder, for use without an API server, drops all notes.
 #[derive(Clone, Default)]
 pub struct EventRecorder {
-    queue: Option<mpsc::Sender<EventNote>>,
+    queue: Option<mpsc::Sender<QueuedNote>>,
     dropped: Arc<Counter>,
 }
 
 /// The task that sends the queued notes.
 pub struct EventPublisher {
-    queue: mpsc::Receiver<EventNote>,
+    queue: mpsc::Receiver<QueuedNote>,
     client: Client,
     reporter: Reporter,
     series: HashMap<SeriesKey, EventSeries>,
@@ -60,6 +61,13 @@ pub struct EventNote {
     pub action: &'static str,
     /// Human-readable text, truncated to 1024 bytes.
     pub message: String,
+}
+
+/// A note in the queue.
+struct QueuedNote {
+    note: EventNote,
+    /// Whether notes with other messages become other Events.
+    is_change: bool,
 }
 
 impl EventNote {
@@ -102,6 +110,8 @@ struct SeriesKey {
     severity: Severity,
     reason: &'static str,
     action: &'static str,
+    /// `None` if notes with other messages become the same Event.
+    message: Option<String>,
 }
 
 /// An Event whose count can still increase.
@@ -157,10 +167,19 @@ pub fn new_recorder(client: Client, reporter: Reporter, registry: &Registry) -> 
 
 impl EventRecorder {
     /// Queues a note. Never blocks.
-    pub fn record(&self, mut note: EventNote) {
+    pub fn record(&self, note: EventNote) {
+        self.enqueue(QueuedNote { note, is_change: false });
+    }
+
+    /// Like [`record`](Self::record), for notes whose message is the news: one with another message becomes another Event.
+    pub fn record_change(&self, note: EventNote) {
+        self.enqueue(QueuedNote { note, is_change: true });
+    }
+
+    fn enqueue(&self, mut queued: QueuedNote) {
         let Some(queue) = &self.queue else { return };
-        note.truncate_message();
-        if !note.has_valid_name_lengths() || queue.try_send(note).is_err() {
+        queued.note.truncate_message();
+        if !queued.note.has_valid_name_lengths() || queue.try_send(queued).is_err() {
             self.count_dropped();
         }
     }
@@ -204,8 +223,8 @@ impl EventPublisher {
         }
     }
 
-    async fn handle_note(&mut self, note: EventNote) {
-        let key = SeriesKey::new(&note);
+    async fn handle_note(&mut self, queued: QueuedNote) {
+        let key = SeriesKey::new(&queued);
         if let Some(series) = self.series.get_mut(&key) {
             series.count = series.count.saturating_add(1);
             series.last_seen_at = Instant::now();
@@ -214,7 +233,7 @@ impl EventPublisher {
             self.metrics.aggregated.inc();
             return;
         }
-        let event = self.reporter.build_event(note);
+        let event = self.reporter.build_event(queued.note);
         let namespace = event.metadata.namespace.clone().unwrap_or_default();
         let events: Api<Event> = Api::namespaced(self.client.clone(), &namespace);
         let (reason, params) = (event.reason.clone(), PostParams::default());
@@ -322,13 +341,15 @@ impl Reporter {
 }
 
 impl SeriesKey {
-    fn new(note: &EventNote) -> Self {
+    fn new(queued: &QueuedNote) -> Self {
+        let QueuedNote { note, is_change } = queued;
         let regarding = &note.regarding;
         Self {
             regarding: [&regarding.kind, &regarding.namespace, &regarding.name, &regarding.uid].map(Clone::clone),
             severity: note.severity,
             reason: note.reason,
             action: note.action,
+            message: is_change.then(|| note.message.clone()),
         }
     }
 }
@@ -418,6 +439,13 @@ mod tests {
         }
     }
 
+    fn queued(name: &str) -> QueuedNote {
+        QueuedNote {
+            note: note(name, "x"),
+            is_change: false,
+        }
+    }
+
     fn reporter() -> Reporter {
         Reporter {
             controller: "linkerd-identity".to_owned(),
@@ -491,6 +519,24 @@ mod tests {
         assert!(requests.recv().await.is_none());
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn changes_with_other_messages_become_other_events() {
+        let (client, mut requests) = api_server(|_| StatusCode::OK);
+        let (recorder, publisher) = new_recorder(client, reporter(), &Registry::new());
+        let (signal, drain) = drain::channel();
+        let task = tokio::spawn(publisher.run(drain));
+        for text in ["one", "two", "one"] {
+            recorder.record_change(note("web", text));
+        }
+        for expected in ["one", "two"] {
+            assert_eq!(requests.recv().await.unwrap().1["note"], expected);
+        }
+        assert_eq!(requests.recv().await.unwrap().1["series"]["count"], 2);
+        signal.drain().await;
+        task.await.unwrap();
+        assert!(requests.recv().await.is_none());
+    }
+
     #[tokio::test]
     async fn the_memory_of_a_note_is_limited() {
         let (client, _requests) = api_server(|_| StatusCode::OK);
@@ -499,7 +545,7 @@ mod tests {
         recorder.record(note("web", &long));
         recorder.record(note(&long, "x"));
         let queued = publisher.queue.try_recv().unwrap();
-        assert_eq!(queued.message.capacity(), MAX_EVENT_NOTE_BYTES);
+        assert_eq!(queued.note.message.capacity(), MAX_EVENT_NOTE_BYTES);
         assert!(publisher.queue.try_recv().is_err());
         assert_eq!(recorder.dropped.get(), 1);
     }
@@ -510,15 +556,15 @@ mod tests {
         let (_recorder, mut publisher) = new_recorder(client, reporter(), &Registry::new());
         let mut sent_requests = || -> Vec<_> { std::iter::from_fn(|| requests.try_recv().ok()).collect() };
         for name in ["first", "first", "second", "second"] {
-            publisher.handle_note(note(name, "x")).await;
+            publisher.handle_note(queued(name)).await;
             tokio::time::advance(Duration::from_millis(1)).await;
         }
         for n in 2..MAX_SERIES {
-            publisher.handle_note(note(&n.to_string(), "x")).await;
+            publisher.handle_note(queued(&n.to_string())).await;
         }
         let created = sent_requests();
         assert_eq!(created.len(), MAX_SERIES);
-        publisher.handle_note(note("further", "x")).await;
+        publisher.handle_note(queued("further")).await;
         let sent = sent_requests();
         let [(_, further), (line, patch)] = &sent[..] else {
             panic!("{sent:?}");

@@ -28,6 +28,7 @@ use super::config::{Config, Scope};
 use super::exported_endpoints::{ExportedEndpoints, endpoints_by_service, prune_endpoints, prune_slice};
 use super::gateway::{self, GatewayChannels, ProbeTarget, cluster_label};
 use super::link::{ExportSelector, Link, LinkError};
+use super::link_events::{LinkEvents, LinkProblem};
 use super::metrics::{ClusterSeries, Metrics, ZeroOnDrop};
 use super::plan::federated::{clusters_without_link, members_without_ports};
 use super::plan::inputs::{
@@ -52,6 +53,7 @@ pub(super) struct Controller {
     registry: Registry,
     metrics: Metrics,
     writer: Writer,
+    link_events: LinkEvents,
 }
 
 /// The watched objects of this cluster.
@@ -96,7 +98,7 @@ enum StatusWrite {
 }
 
 impl Controller {
-    pub(super) fn new(client: Client, config: Config, registry: &Registry) -> Self {
+    pub(super) fn new(client: Client, config: Config, registry: &Registry, link_events: LinkEvents) -> Self {
         let metrics = Metrics::new(registry);
         Self {
             writer: Writer {
@@ -107,6 +109,7 @@ impl Controller {
             config,
             registry: registry.clone(),
             metrics,
+            link_events,
         }
     }
 
@@ -150,6 +153,9 @@ impl Controller {
                 Some(Ok(link)) => {
                     for warning in &link.warnings {
                         warn!(link = name, "{warning}");
+                    }
+                    if let Some(object) = &object {
+                        self.link_events.record_warnings(object, &link.warnings);
                     }
                     // The state of the gateway stays if only other fields of the Link change.
                     let settings = Some((link.gateway.clone(), link.probe.clone()));
@@ -516,12 +522,13 @@ impl Controller {
         Some(now + delay)
     }
 
-    /// Reports in the status of the Link, the log and a metric why the exported Services cannot be read.
+    /// Reports in the status of the Link, an Event, the log and a metric why the exported Services cannot be read.
     async fn report_unreadable(&self, local: &LocalObjects, link: &str, cause: &(dyn std::fmt::Display + Sync)) {
         let cause = cause.to_string();
         warn!(link, "{cause}");
         // A Link that was deleted meanwhile has neither a status nor metrics.
         let Some(object) = local.link_object(link) else { return };
+        self.link_events.record(&object, LinkProblem::Unreadable, &cause);
         let labels = cluster_label(&Link::metrics_cluster(&object));
         self.metrics.synced.get(&labels).set(0);
         self.metrics.errors.get(&labels.with("reason", "Unreadable")).inc();

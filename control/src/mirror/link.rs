@@ -33,7 +33,7 @@ pub(crate) struct Link {
     pub(super) federated_selector: ExportSelector,
     pub(super) excluded_labels: Exclusions,
     pub(super) excluded_annotations: Exclusions,
-    /// Settings of probes that are replaced by their defaults, because their values are invalid.
+    /// Settings that are replaced by their defaults, because their values are invalid or missing.
     pub(super) warnings: Vec<String>,
 }
 
@@ -151,9 +151,13 @@ impl Link {
             return Err(LinkError::ClusterName(raw.target_cluster_name));
         }
         let mut warnings = Vec::new();
+        let gateway = raw.gateway()?;
+        if gateway.as_ref().is_some_and(|gateway| gateway.identity.is_none()) {
+            warnings.push("gatewayIdentity is empty; connections to the gateway are not encrypted".to_owned());
+        }
         Ok(Self {
             name: object.name_any(),
-            gateway: raw.gateway()?,
+            gateway,
             probe: raw.probe_spec.parse(&mut warnings)?,
             warnings,
             cluster: raw.target_cluster_name,
@@ -329,6 +333,9 @@ mod tests {
             let error = parse_with(json!({"gatewayAddress": "192.0.2.7", "gatewayPort": port})).unwrap_err();
             assert!(error.to_string().contains("accepted: 1-65535"), "{error}");
         }
+        let link = parse_with(json!({"gatewayAddress": "192.0.2.7", "gatewayPort": "4143"})).unwrap();
+        assert_eq!(link.gateway.unwrap().identity, None);
+        assert!(link.warnings[0].contains("gatewayIdentity is empty"), "{:?}", link.warnings);
     }
 
     #[test]

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use tulle_control::resources::{self, Kind, Object};
 use tulle_tests::charts::{Helm, install_custom_resources};
 use tulle_tests::cluster::ApiServer;
+use tulle_tests::eventually::eventually;
 
 /// Starts an API server with the definitions of the charts.
 async fn start() -> ApiServer {
@@ -376,7 +377,8 @@ async fn start_with_links() -> ApiServer {
 #[tokio::test]
 async fn a_link_of_any_version_is_served_in_all_versions_and_stored_as_v1alpha3() {
     let server = start_with_links().await;
-    let fields = "{targetClusterName: east, gatewayAddress: 192.0.2.1, selector: {matchLabels: {a: b}}, \
+    let fields = "{targetClusterName: east, gatewayAddress: 192.0.2.1, gatewayPort: '4143', gatewayIdentity: gateway.east, \
+                  selector: {matchLabels: {a: b}}, \
                   remoteDiscoverySelector: {matchExpressions: [{key: a, operator: In, values: [b]}]}}";
     for version in LINK_VERSIONS {
         let api_version = format!("multicluster.linkerd.io/{version}");
@@ -417,6 +419,128 @@ async fn a_probe_of_a_link_has_defaults_only_if_the_link_has_a_probe() {
             assert_stored(&server, &api_version, "Link", spec, &expected).await;
         }
     }
+}
+
+/// Values of `spec` that Linkerd's commands write, all with the name `east`.
+const LINKERD_LINKS: [&str; 4] = [
+    "{targetClusterName: east, probeSpec: {}, selector: {}, remoteDiscoverySelector: {matchLabels: {a: b}}}",
+    // Version 2.17 and before, with a gateway.
+    "{targetClusterName: east, targetClusterDomain: east.test, targetClusterLinkerdNamespace: linkerd, \
+      clusterCredentialsSecret: cluster-credentials-east, gatewayAddress: '192.0.2.1,gateway.test', gatewayPort: '4143', \
+      gatewayIdentity: gateway.east, selector: {matchLabels: {a: b}}, \
+      probeSpec: {failureThreshold: '3', path: /ready, port: '4191', period: 3s, timeout: 30s}}",
+    // The same versions, with `--gateway=false`.
+    "{targetClusterName: east, targetClusterDomain: east.test, targetClusterLinkerdNamespace: linkerd, \
+      clusterCredentialsSecret: cluster-credentials-east, gatewayAddress: '', gatewayPort: '0', gatewayIdentity: '', \
+      selector: {}, remoteDiscoverySelector: {}, \
+      probeSpec: {failureThreshold: '0', path: '', port: '0', period: 0s, timeout: 0s}}",
+    // A period of several minutes, as Go prints it.
+    "{targetClusterName: east, probeSpec: {path: /ready, port: '4191', period: 1h10m0.5s, timeout: 1m30s}}",
+];
+
+/// Values of `spec` that cannot work, each with a part of the refusal.
+const INVALID_LINKS: [(&str, &str); 17] = [
+    ("{targetClusterName: ''}", "must be a DNS label"),
+    ("{targetClusterName: East}", "must be a DNS label"),
+    ("{targetClusterName: 'a,b'}", "must be a DNS label"),
+    ("{targetClusterName: a-}", "must be a DNS label"),
+    ("{gatewayAddress: a, gatewayIdentity: a}", "gatewayPort of a Link"),
+    ("{gatewayAddress: a, gatewayPort: http, gatewayIdentity: a}", "gatewayPort of a Link"),
+    ("{gatewayAddress: a, gatewayPort: '0', gatewayIdentity: a}", "gatewayPort of a Link"),
+    ("{gatewayAddress: a, gatewayPort: '65536', gatewayIdentity: a}", "gatewayPort of a Link"),
+    ("{gatewayAddress: a, gatewayPort: '4143'}", "gatewayIdentity of a Link"),
+    ("{probeSpec: {path: /ready}}", "port of a probe"),
+    ("{probeSpec: {path: /ready, port: http}}", "port of a probe"),
+    ("{probeSpec: {path: /ready, port: '1', period: 0s}}", "period of a probe"),
+    ("{probeSpec: {path: /ready, port: '1', timeout: soon}}", "timeout of a probe"),
+    ("{probeSpec: {path: /ready, port: '1', timeout: 0ms}}", "timeout of a probe"),
+    ("{probeSpec: {path: /ready, port: '1', failureThreshold: '-1'}}", "failureThreshold of a probe"),
+    ("{selector: {matchExpressions: [{key: a, operator: In}]}}", "In and NotIn need values"),
+    (
+        "{remoteDiscoverySelector: {matchExpressions: [{key: a, operator: Exists, values: [b]}]}}",
+        "Exists and DoesNotExist have none",
+    ),
+];
+
+#[tokio::test]
+async fn links_of_linkerds_commands_are_accepted_and_links_that_cannot_work_are_refused() {
+    let server = start_with_links().await;
+    let recorded = Path::new(env!("CARGO_MANIFEST_DIR")).join("../proto/recorded/multicluster/link-gen.yaml");
+    for namespace in ["linkerd-multicluster", "linkerd"] {
+        server.create_namespace(namespace).await.unwrap();
+    }
+    let args = ["apply", "--server-side", "-f", recorded.to_str().unwrap()];
+    server.kubectl(&args).await.unwrap();
+    for version in LINK_VERSIONS {
+        let api_version = format!("multicluster.linkerd.io/{version}");
+        for spec in LINKERD_LINKS {
+            let name = [("/spec/targetClusterName", json!("east"))];
+            assert_stored(&server, &api_version, "Link", spec, &name).await;
+        }
+        for (spec, expected) in INVALID_LINKS {
+            let refusal = apply(&server, &api_version, "Link", spec).await.unwrap_err();
+            let refusal = format!("{refusal:#}");
+            assert!(refusal.contains(expected), "{version} {spec}: {refusal}");
+        }
+    }
+    invalid_links_from_before_the_rules_can_be_changed(&server).await;
+}
+
+/// The definition of Link without its rules, as an earlier version of the chart had it.
+fn without_rules(definition: &Value) -> Value {
+    match definition {
+        Value::Object(fields) => {
+            let kept = fields.iter().filter(|(name, _)| !LINK_RULES.contains(&name.as_str()));
+            kept.map(|(name, value)| (name.clone(), without_rules(value))).collect()
+        }
+        Value::Array(items) => items.iter().map(without_rules).collect(),
+        other => other.clone(),
+    }
+}
+
+/// The fields of a schema that only refuse values.
+const LINK_RULES: [&str; 4] = ["x-kubernetes-validations", "maxLength", "minLength", "maxItems"];
+
+/// Stores a Link with a definition without rules. Its status and metadata can still be changed when the definition has rules.
+async fn invalid_links_from_before_the_rules_can_be_changed(server: &ApiServer) {
+    let text = fs::read_to_string(server.dir().join("link.yaml")).unwrap();
+    let definition: Value = serde_yaml_ng::from_str(&text).unwrap();
+    fs::write(server.dir().join("before.json"), without_rules(&definition).to_string()).unwrap();
+    let args = ["apply", "--server-side", "-f", "before.json"];
+    server.kubectl(&args).await.unwrap();
+    let invalid = "{targetClusterName: East, gatewayAddress: a, gatewayPort: http, probeSpec: {path: /ready}}";
+    // The API server uses a changed definition a moment later.
+    let stored = eventually("the rules are gone", async || {
+        let version = "multicluster.linkerd.io/v1alpha3";
+        apply(server, version, "Link", invalid).await.ok()
+    })
+    .await;
+    let name = stored["metadata"]["name"].as_str().unwrap();
+    let args = ["apply", "--server-side", "-f", "link.yaml"];
+    server.kubectl(&args).await.unwrap();
+    let mut n = 0;
+    eventually("the rules apply", async || {
+        // Another Link, with another value each time: a value that is stored already is accepted.
+        n += 1;
+        let spec = format!("{{targetClusterName: W{n}}}");
+        let version = "multicluster.linkerd.io/v1alpha1";
+        let refusal = apply(server, version, "Link", &spec).await.err()?;
+        format!("{refusal:#}").contains("must be a DNS label").then_some(())
+    })
+    .await;
+    let resource = "links.v1alpha3.multicluster.linkerd.io";
+    let status = r#"{"status":{"mirrorServices":[],"federatedServices":[]}}"#;
+    let args = [
+        "patch",
+        resource,
+        name,
+        "--subresource=status",
+        "--type=merge",
+        "-p",
+        status,
+    ];
+    server.kubectl(&args).await.unwrap();
+    server.kubectl(&["label", resource, name, "a=b"]).await.unwrap();
 }
 
 #[tokio::test]

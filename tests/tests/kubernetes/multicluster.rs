@@ -19,8 +19,9 @@ use std::time::Duration;
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::{Endpoints, Service};
+use k8s_openapi::api::events::v1::Event;
 use kube::Client;
-use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind, Patch, PatchParams};
+use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind, ListParams, Patch, PatchParams};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -313,6 +314,24 @@ async fn wait_for_condition(server: &ApiServer, link: &str, field: &str, expecte
         (condition["status"] == status && has_text).then(|| condition.clone())
     };
     eventually(&format!("{link}: {field} of {expected:?}"), holds).await
+}
+
+/// Waits for an Event on a Link with this reason, whose text contains `text`.
+async fn wait_for_link_event(server: &ApiServer, link: &str, reason: &str, text: &str) {
+    let events = Api::<Event>::namespaced(server.client(), NAMESPACE);
+    eventually(&format!("{link}: an Event {reason} with {text:?}"), async || {
+        let found = events.list(&ListParams::default()).await.unwrap();
+        let is_wanted = |event: &Event| {
+            let regarding = event.regarding.as_ref();
+            let is_about_link = regarding.is_some_and(|object| {
+                object.kind.as_deref() == Some("Link") && object.name.as_deref() == Some(link) && object.uid.is_some()
+            });
+            let has_text = event.note.as_deref().is_some_and(|note| note.contains(text));
+            is_about_link && has_text && event.reason.as_deref() == Some(reason)
+        };
+        found.items.iter().any(is_wanted).then_some(())
+    })
+    .await;
 }
 
 /// Waits for a change, and checks that it takes at most this time. Without `TULLE_TEST_FULL=1` it may take five times as long, because

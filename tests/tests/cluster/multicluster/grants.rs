@@ -16,12 +16,24 @@ const LOCAL_MIRROR: &str = "linkerd-local-service-mirror";
 
 /// Grants that the earlier steps can leave unused. Those of the account for other clusters are not compared: Linkerd's service mirror
 /// and destination service use more of them than those of tulle.
-const ALLOWED_UNUSED_GRANTS: [UnusedGrant; 4] = [
+const ALLOWED_UNUSED_GRANTS: [UnusedGrant; 6] = [
     UnusedGrant {
         account: CONTROLLER,
         verb: "get",
         resource: "endpoints",
         why: "only if Endpoints of another owner have the name of a mirror",
+    },
+    UnusedGrant {
+        account: CONTROLLER,
+        verb: "create",
+        resource: "events",
+        why: "only if the Link has a problem",
+    },
+    UnusedGrant {
+        account: CONTROLLER,
+        verb: "patch",
+        resource: "events",
+        why: "only if a problem of the Link ends and comes back soon",
     },
     UnusedGrant {
         account: LOCAL_MIRROR,

@@ -5,8 +5,6 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use k8s_openapi::api::core::v1::Namespace;
-use k8s_openapi::api::events::v1::Event;
-use kube::api::ListParams;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -294,20 +292,33 @@ async fn check_broken_access(west: &ApiServer, east: &ApiServer, mirror: &Mirror
     wait_for_condition(west, "east", "mirrorServices", ("web", "True", "")).await;
 }
 
-/// Checks that the mirrors stay while a selector of the Link is invalid, and that the status names it.
-async fn check_invalid_selector(west: &ApiServer, mirror: &Mirror) {
+/// Checks that the mirrors stay while the Link is invalid, and that its status and an Event name the field.
+async fn check_invalid_link(west: &ApiServer, mirror: &Mirror) {
     let links = links(west, "v1alpha3");
-    let set_expressions = async |expressions: Value| {
-        let patch = Patch::Merge(json!({"spec": {"selector": {"matchExpressions": expressions}}}));
+    let set = async |spec: Value| {
+        let patch = Patch::Merge(json!({ "spec": spec }));
         links.patch("east", &PatchParams::default(), &patch).await.unwrap();
     };
-    set_expressions(json!([{"key": "app", "operator": "In"}])).await;
-    let cause = "spec.selector is invalid: selector on app: In with 0 values";
-    wait_for_condition(west, "east", "mirrorServices", ("web", "Unknown", cause)).await;
-    assert_eq!(mirror.metric(SYNCED), Some(0.0));
-    assert!(services(west.client()).get_opt("web-east").await.unwrap().is_some());
-    set_expressions(Value::Null).await;
-    wait_for_condition(west, "east", "mirrorServices", ("web", "True", "")).await;
+    for (invalid, valid, cause) in [
+        (
+            json!({"selector": {"matchLabels": {"app": 1}}}),
+            json!({"selector": {"matchLabels": {"app": null}}}),
+            "spec.selector is invalid: ",
+        ),
+        (
+            json!({"targetClusterDomain": ""}),
+            json!({"targetClusterDomain": "east.test"}),
+            "spec.targetClusterDomain is empty",
+        ),
+    ] {
+        set(invalid).await;
+        wait_for_condition(west, "east", "mirrorServices", ("web", "Unknown", cause)).await;
+        wait_for_link_event(west, "east", "Unreadable", cause).await;
+        assert_eq!(mirror.metric(SYNCED), Some(0.0));
+        assert!(services(west.client()).get_opt("web-east").await.unwrap().is_some());
+        set(valid).await;
+        wait_for_condition(west, "east", "mirrorServices", ("web", "True", "")).await;
+    }
 }
 
 /// Checks that members leave and exclusions end when a client that knows only `v1alpha1` removes both from the Link, and that the
@@ -381,6 +392,8 @@ async fn exported_services_are_mirrored_while_their_cluster_can_be_read_and_kept
         (mirror.metric(SYNCED)? == 0.0).then_some(())
     })
     .await;
+    let cause = "there is no Secret linkerd-multicluster/cluster-credentials-east";
+    wait_for_link_event(&west, "east", "Unreadable", cause).await;
     put_credentials(&west, "east", &remote_access(&east).await).await;
     check_mirrors(&west, &east, &taken.metadata.resource_version).await;
     assert_eq!(mirror.metric(SYNCED), Some(1.0));
@@ -396,7 +409,7 @@ async fn exported_services_are_mirrored_while_their_cluster_can_be_read_and_kept
     let mirror = check_restart(&west, &east, &proxy, config).await;
     check_created_namespace(&west, &east).await;
     check_broken_access(&west, &east, &mirror).await;
-    check_invalid_selector(&west, &mirror).await;
+    check_invalid_link(&west, &mirror).await;
     check_write_in_an_old_version(&west, &east).await;
     check_deleted_link(&west, &east, mirror).await;
 

@@ -8,7 +8,6 @@ mod differences;
 use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::discovery::v1::EndpointSlice;
-use kube::api::ListParams;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tulle_tests::cluster::AuditRecord;

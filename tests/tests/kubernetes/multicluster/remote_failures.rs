@@ -8,7 +8,6 @@ use http::header::{ACCEPT, CONTENT_TYPE, TRANSFER_ENCODING};
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::Incoming;
-use kube::api::ListParams;
 use kube::client::Body;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -233,6 +232,9 @@ async fn check_failure(mut link: ProxiedLink<'_>, healthy: &Upstream, failure: O
     })
     .await;
     assert_eq!(link.metric(SYNCED), Some(0.0));
+    // The status has no entries yet.
+    let first_cause = format!("of the cluster {}", link.name);
+    wait_for_link_event(link.west, link.name, "Unreadable", &first_cause).await;
     link.proxy.set_upstream(Some(healthy.clone())).await;
     link.wait_until_mirrored("web").await;
     let mirror = format!("web-{}", link.name);
@@ -241,6 +243,7 @@ async fn check_failure(mut link: ProxiedLink<'_>, healthy: &Upstream, failure: O
     let before = link.mirrors().await;
     link.proxy.set_upstream(failure).await;
     link.wait_for_condition("web", "Unknown", cause).await;
+    wait_for_link_event(link.west, link.name, "Unreadable", cause).await;
     assert_eq!(link.metric(SYNCED), Some(0.0), "{cause}");
     // Mirrors are still repaired, which does not change the status.
     let all = Api::<Endpoints>::namespaced(link.west.client(), "shop");
