@@ -205,11 +205,11 @@ fn credentials_are_valid(links: &[LinkState], _: &MulticlusterState) -> CheckRes
 }
 
 fn credentials_stay_valid(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
-    let expiry = |link: &LinkState| {
-        let time = link.target.as_ref().ok()?.token_expiry.as_ref()?;
-        Some(format!("the token expires at {time}"))
-    };
-    fail_unless_empty(failure_lines(links, expiry), |lines| {
+    let expiring = links.iter().flat_map(|link| {
+        let lines = link.expiring_credentials.iter();
+        lines.map(move |text| format!("{}: {text}", link.name))
+    });
+    fail_unless_empty(expiring.collect(), |lines| {
         warning(
             listing("credentials that expire within a week:", lines),
             "tulle --context TARGET multicluster link-gen --cluster-name NAME --token-duration 90d | kubectl apply -f -",

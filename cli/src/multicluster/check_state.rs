@@ -11,6 +11,7 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::{DynamicObject, ListParams, PostParams};
 use kube::{Api, ResourceExt as _};
 use tokio::time::timeout;
+use tulle_control::kubernetes::credentials_expiry::EXPIRY_WARNING;
 use tulle_control::kubernetes::{connect, remote_credentials};
 use tulle_control::resources::meta::NamespacedName;
 use tulle_core::names::{annotation, label};
@@ -51,6 +52,8 @@ pub(super) struct LinkState {
     pub(super) target: Result<Target, String>,
     /// Whether the destination service accepts the Secret with the credentials for the linked cluster.
     pub(super) discovery_secret: Result<(), String>,
+    /// The Secrets of its controller and of the destination service whose credentials expire soon, each with the time.
+    pub(super) expiring_credentials: Vec<String>,
     /// Whether the objects that give its controller permissions exist.
     pub(super) permissions: Result<(), String>,
     /// Whether the Service through which its controller probes the gateway has the port for it.
@@ -61,8 +64,6 @@ pub(super) struct LinkState {
 
 pub(super) struct Target {
     pub(super) anchors: Result<Vec<Vec<u8>>, String>,
-    /// The time at which the token of the Link expires, if that is soon.
-    pub(super) token_expiry: Option<String>,
 }
 
 pub(super) struct DiscoverySecret {
@@ -155,6 +156,7 @@ async fn read_link_state(
     let permissions = Box::pin(check_permissions::check(cluster, &name, &namespace)).await;
     let probe_service = Box::pin(check_probe_service(cluster, &name, &namespace)).await;
     LinkState {
+        expiring_credentials: Box::pin(expiring_credentials(cluster, link)).await,
         permissions: permissions.map_err(|error| format!("{error:#}")),
         probe_service: probe_service.map_err(|error| format!("{error:#}")),
         has_gateway: link.data["spec"]["gatewayAddress"]
@@ -175,14 +177,11 @@ async fn read_link_state(
 /// Reads the linked cluster with the credentials of its Link.
 async fn read_target(cluster: &Cluster, link: &DynamicObject) -> anyhow::Result<Target> {
     let namespace = link.namespace().unwrap_or_default();
-    let name = link.data["spec"]["clusterCredentialsSecret"]
-        .as_str()
-        .unwrap_or_default();
+    let name = credentials_secret(link);
     let secret = read_secret(cluster, &namespace, name).await?;
     let access = remote_credentials::read(&secret)
         .await
         .with_context(|| format!("Secret {namespace}/{name}"))?;
-    let expires_at = access.expires_at;
     let client = connect::builder(access.config).context("creating a client")?.build();
     client
         .apiserver_version()
@@ -202,19 +201,46 @@ async fn read_target(cluster: &Cluster, link: &DynamicObject) -> anyhow::Result<
         control_plane_namespace: linkerd_namespace.to_owned(),
         namespace: String::new(),
     };
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     Ok(Target {
         anchors: control_plane_anchors(&target)
             .await
             .map_err(|error| format!("{error:#}")),
-        token_expiry: expires_at.and_then(|expires_at| expiry_if_soon(expires_at, now.as_secs())),
     })
 }
 
-/// The time at which a token expires, in seconds since 1970, as a text, if that is soon.
+/// The name of the Secret with the credentials of a Link.
+fn credentials_secret(link: &DynamicObject) -> &str {
+    let name = link.data["spec"]["clusterCredentialsSecret"].as_str();
+    name.unwrap_or_default()
+}
+
+/// The copies of the credentials for a linked cluster that expire soon: that of its controller, and that of the destination service.
+/// Other checks report those that cannot be read.
+async fn expiring_credentials(cluster: &Cluster, link: &DynamicObject) -> Vec<String> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let namespace = link.namespace().unwrap_or_default();
+    let discovery_secret = remote_credentials::secret_name(&target_cluster(link));
+    let mut expiring = Vec::new();
+    for (namespace, name) in [
+        (&namespace, credentials_secret(link)),
+        (&cluster.control_plane_namespace, &*discovery_secret),
+    ] {
+        let Ok(secret) = read_secret(cluster, namespace, name).await else {
+            continue;
+        };
+        let access = remote_credentials::read(&secret).await;
+        let expires_at = access.ok().and_then(|access| access.expires_at);
+        if let Some(time) = expires_at.and_then(|expires_at| expiry_if_soon(expires_at, now.as_secs())) {
+            expiring.push(format!("those in Secret {namespace}/{name} expire at {time}"));
+        }
+    }
+    expiring
+}
+
+/// The time at which credentials expire, in seconds since 1970, as a text, if that is soon.
 fn expiry_if_soon(expires_at: u64, now: u64) -> Option<String> {
     let time = Timestamp::from_second(i64::try_from(expires_at).ok()?).ok()?;
-    let is_soon = expires_at.saturating_sub(now) < remote_credentials::EXPIRY_WARNING.as_secs();
+    let is_soon = expires_at.saturating_sub(now) < EXPIRY_WARNING.as_secs();
     is_soon.then(|| time.to_string())
 }
 

@@ -2,6 +2,7 @@
 //! and a recorder of Events.
 
 pub mod connect;
+pub mod credentials_expiry;
 pub mod event_recorder;
 pub mod lease;
 pub mod remote_credentials;

@@ -2,19 +2,18 @@
 
 use std::time::Duration;
 
-use base64::Engine as _;
-use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use k8s_openapi::api::core::v1::Secret;
 use kube::ResourceExt as _;
 use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
-use serde::Deserialize;
 use tracing::warn;
 use tulle_core::names::{annotation, label};
+
+use super::credentials_expiry;
 
 /// Access to the API server of another cluster.
 pub struct Access {
     pub config: kube::Config,
-    /// The time at which the token expires, in seconds since 1970. `None` if it does not expire, or if it is not a JWT.
+    /// The time at which the credentials expire, in seconds since 1970. `None` if they do not expire, or if this is not known.
     pub expires_at: Option<u64>,
 }
 
@@ -68,11 +67,7 @@ pub async fn read(secret: &Secret) -> Result<Access, CredentialsError> {
     };
     let kubeconfig = Kubeconfig::from_yaml(text).map_err(invalid)?;
     check_fields(&kubeconfig)?;
-    let tokens: RawKubeconfig = serde_yaml_ng::from_str(text).unwrap_or_default();
-    let expires_at = tokens
-        .users
-        .iter()
-        .find_map(|user| jwt_expiry(user.user.token.as_deref()?));
+    let expires_at = credentials_expiry::expires_at(&kubeconfig, text);
     let mut config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default())
         .await
         .map_err(invalid)?;
@@ -114,25 +109,6 @@ pub fn secret_name(cluster: &str) -> String {
     format!("cluster-credentials-{cluster}")
 }
 
-/// The tokens of a kubeconfig. kube's type does not expose them.
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct RawKubeconfig {
-    users: Vec<RawNamedUser>,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct RawNamedUser {
-    user: RawUser,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct RawUser {
-    token: Option<String>,
-}
-
 fn check_fields(kubeconfig: &Kubeconfig) -> Result<(), CredentialsError> {
     for cluster in kubeconfig
         .clusters
@@ -159,19 +135,6 @@ fn reject_if_set(field: &'static str, is_set: bool) -> Result<(), CredentialsErr
     }
 }
 
-/// The expiry of a JWT, in seconds since 1970. The signature is not verified: only the other cluster can do that.
-fn jwt_expiry(token: &str) -> Option<u64> {
-    #[derive(Deserialize)]
-    struct Claims {
-        exp: u64,
-    }
-    let payload = token.split('.').nth(1)?;
-    let bytes = URL_SAFE_NO_PAD.decode(payload).ok()?;
-    serde_json::from_slice(&bytes).ok().map(|claims: Claims| claims.exp)
-}
-
-/// How long before the expiry of a token a warning is logged, and printed by `tulle multicluster check`.
-pub const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86_400);
 /// The key of the kubeconfig in the Secret.
 pub(crate) const KUBECONFIG_KEY: &str = "kubeconfig";
 const MAX_KUBECONFIG_BYTES: usize = 1 << 20;
@@ -179,6 +142,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
+    use base64::Engine as _;
+    use base64::engine::general_purpose::URL_SAFE_NO_PAD;
     use k8s_openapi::ByteString;
 
     use super::*;

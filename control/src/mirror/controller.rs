@@ -5,10 +5,9 @@ mod tests;
 
 use std::collections::{BTreeSet, HashMap};
 use std::convert::Infallible;
-use std::mem;
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Endpoints, Namespace, Secret, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
@@ -39,6 +38,7 @@ use super::plan::plan;
 use super::rejection_events::RejectionEvents;
 use super::status::{self, LinkStatus};
 use super::writer::{WriteHistory, Writer};
+use crate::kubernetes::credentials_expiry::ExpiryReport;
 use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
 use crate::kubernetes::lease::{Leadership, Role};
 use crate::kubernetes::request_layer::RequestRate;
@@ -256,7 +256,7 @@ impl Controller {
                     Ok(client) => {
                         info!(link = link.name, cluster = link.cluster, server, "mirroring a cluster");
                         let never = tokio::select! {
-                            never = self.report_expiry(link, &secret_name, access.expires_at) => never,
+                            never = self.report_expiry(local, link, &secret_name, access.expires_at) => never,
                             never = self.mirror_link(local, link, &client, gateway) => never,
                         };
                         match never {}
@@ -271,26 +271,27 @@ impl Controller {
         std::future::pending().await
     }
 
-    /// Exports the time until the token expires, and logs a warning a week before.
-    async fn report_expiry(&self, link: &Link, secret: &str, expires_at: Option<u64>) -> Infallible {
+    /// Exports the time until the credentials expire, and reports a week before that they do.
+    async fn report_expiry(
+        &self,
+        local: &LocalObjects,
+        link: &Link,
+        secret: &str,
+        expires_at: Option<u64>,
+    ) -> Infallible {
         let Some(expires_at) = expires_at else {
             return std::future::pending().await;
         };
-        let gauge = self.metrics.credentials_expiry.get(&cluster_label(&link.cluster));
-        let mut has_warned = false;
-        loop {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-            let left = expires_at.saturating_sub(now.as_secs());
-            gauge.set(i64::try_from(left).unwrap_or(i64::MAX));
-            if left < remote_credentials::EXPIRY_WARNING.as_secs() && !mem::replace(&mut has_warned, true) {
-                let (link, hours) = (&link.name, left / 3600);
-                warn!(
-                    link,
-                    secret, hours, "the token for the other cluster expires soon; create the Secret again"
-                );
+        let label = ("target_cluster_name", link.cluster.clone());
+        let mut report = ExpiryReport::new(expires_at, self.metrics.credentials_expiry.clone(), label);
+        let warn = |hours: u64| {
+            let message = format!("the credentials in the Secret {secret} expire in {hours} hours; create the Secret again");
+            warn!(link = link.name, "{message}");
+            if let Some(object) = local.link_object(&link.name) {
+                self.link_events.record(&object, LinkProblem::CredentialsExpire, &message);
             }
-            sleep(EXPIRY_INTERVAL).await;
-        }
+        };
+        report.run(warn).await
     }
 
     async fn mirror_link(
@@ -708,8 +709,6 @@ const PLAN_DELAY: Duration = Duration::from_millis(100);
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_STATUS_ATTEMPTS: u32 = 5;
 const STATUS_RETRY_DELAY: Duration = Duration::from_secs(60);
-/// Interval at which the time until the token expires is exported.
-const EXPIRY_INTERVAL: Duration = Duration::from_secs(60);
 /// Time for which a cluster must have had no Link before its members are removed. A Link that is replaced is absent for a moment.
 const UNLINK_DELAY: Duration = Duration::from_secs(60);
 const REMOTE_REQUEST_RATE: RequestRate = RequestRate { qps: 50.0, burst: 100 };

@@ -33,7 +33,7 @@ impl Metrics {
             ),
             credentials_expiry: registry.gauge(
                 "tulle_mirror_credentials_expiry_seconds",
-                "Seconds until the token for a linked cluster expires, updated every minute.",
+                "Seconds until the credentials for a linked cluster expire, updated every minute.",
             ),
             errors: registry.counter("tulle_mirror_errors_total", "Failures of mirroring, by reason."),
             repairs: registry.counter(

@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Secret;
 use kube::{Client, ResourceExt as _};
@@ -18,7 +18,8 @@ use tulle_core::readiness::Readiness;
 use crate::cluster::remote_clusters::{AllClusters, RemoteCluster};
 use crate::cluster::{Cluster, GaugeGuard};
 use crate::kubernetes;
-use crate::kubernetes::remote_credentials::{EXPIRY_WARNING, LinkedCluster, read_linked_cluster, secret_name};
+use crate::kubernetes::credentials_expiry::ExpiryReport;
+use crate::kubernetes::remote_credentials::{LinkedCluster, read_linked_cluster, secret_name};
 use crate::kubernetes::request_layer::RequestRate;
 use crate::kubernetes::watches::{SecretState, SecretWatch};
 use crate::source::kubernetes::{RemoteConfig, SourceError, run_remote};
@@ -58,6 +59,8 @@ pub(super) struct Gauges {
 /// The watches of the other cluster, which end when it is dropped.
 struct Connection {
     watches: JoinSet<Result<(), SourceError>>,
+    /// `None` if the credentials do not expire.
+    expiry: Option<ExpiryReport>,
     _listed: GaugeGuard,
 }
 
@@ -90,7 +93,7 @@ impl RemoteClusterWatch {
                     };
                     tokio::select! {
                         () = secret_watch.changed_from(&state) => {}
-                        cause = wait_for_watch_end(&mut connection) => {
+                        cause = self.wait_for_watch_end(&mut connection) => {
                             warn!(cluster = %self.name, cause, "the watches of the cluster have ended; connecting again");
                             sleep(RECONNECT_DELAY).await;
                         }
@@ -141,7 +144,7 @@ impl RemoteClusterWatch {
         } = read_linked_cluster(secret, &self.name)
             .await
             .map_err(|err| ErrorChain(&err).to_string())?;
-        self.warn_if_token_expires_soon(access.expires_at);
+        let mut expiry = access.expires_at.map(|expires_at| self.expiry_report(expires_at));
         let server = access.config.cluster_url.to_string();
         let client = kubernetes::remote_client(access.config, REQUEST_RATE, &self.registry, &self.name)
             .map_err(|err| ErrorChain(&err).to_string())?;
@@ -163,6 +166,7 @@ impl RemoteClusterWatch {
         tokio::select! {
             () = cluster.synced() => {}
             Some(ended) = watches.join_next() => return Err(end_cause(ended).await),
+            never = self.report_expiry(&mut expiry) => match never {},
         }
         info!(cluster = %self.name, "the endpoints in the cluster are known");
         self.set_state(RemoteCluster::Listed(cluster));
@@ -175,28 +179,44 @@ impl RemoteClusterWatch {
         });
         Ok(Connection {
             watches,
+            expiry,
             _listed: GaugeGuard::new(self.gauges.n_listed.clone()),
         })
     }
 
-    fn warn_if_token_expires_soon(&self, expires_at: Option<u64>) {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let left = expires_at.map(|at| at.saturating_sub(now.as_secs()));
-        if let Some(left) = left.filter(|left| *left < EXPIRY_WARNING.as_secs()) {
-            let (secret, hours) = (secret_name(&self.name), left / 3600);
-            warn!(cluster = %self.name, secret, hours, "the token for the cluster expires soon; create the Secret again");
-        }
+    fn expiry_report(&self, expires_at: u64) -> ExpiryReport {
+        let seconds_left = self.registry.gauge(
+            "tulle_remote_cluster_credentials_expiry_seconds",
+            "Seconds until the credentials with which the endpoints in another cluster are read expire, updated every minute.",
+        );
+        ExpiryReport::new(expires_at, seconds_left, ("cluster", self.name.to_string()))
     }
-}
 
-/// Waits until a watch ends by a panic, and returns the cause. Waits forever without a connection, and after the drain.
-async fn wait_for_watch_end(connection: &mut Option<Connection>) -> String {
-    match connection {
-        Some(connection) => match connection.watches.join_next().await {
+    /// Exports the time until the credentials expire, and logs a warning a week before.
+    async fn report_expiry(&self, expiry: &mut Option<ExpiryReport>) -> Infallible {
+        let Some(expiry) = expiry else {
+            return std::future::pending().await;
+        };
+        let warn = |hours: u64| {
+            let secret = secret_name(&self.name);
+            warn!(cluster = %self.name, secret, hours, "the credentials for the cluster expire soon; create the Secret again");
+        };
+        expiry.run(warn).await
+    }
+
+    /// Waits until a watch ends by a panic, and returns the cause. Waits forever without a connection, and after the drain.
+    async fn wait_for_watch_end(&self, connection: &mut Option<Connection>) -> String {
+        let Some(Connection { watches, expiry, .. }) = connection else {
+            return std::future::pending().await;
+        };
+        let ended = tokio::select! {
+            ended = watches.join_next() => ended,
+            never = self.report_expiry(expiry) => match never {},
+        };
+        match ended {
             Some(ended) => end_cause(ended).await,
             None => std::future::pending().await,
-        },
-        None => std::future::pending().await,
+        }
     }
 }
 

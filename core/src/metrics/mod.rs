@@ -172,6 +172,11 @@ impl<M: Metric> Family<M> {
     pub fn get(&self, labels: &Labels) -> Arc<M> {
         self.store.get(labels)
     }
+
+    /// Drops the series with this label, as [`Registry::remove_series`] does for all families.
+    pub fn remove_series(&self, key: &str, value: &str) {
+        self.store.remove_series(key, value);
+    }
 }
 
 impl<M> Family<M> {

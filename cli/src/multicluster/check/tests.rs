@@ -15,9 +15,9 @@ fn link(name: &str) -> LinkState {
         has_gateway: true,
         target: Ok(Target {
             anchors: Ok(vec![vec![1]]),
-            token_expiry: None,
         }),
         discovery_secret: Ok(()),
+        expiring_credentials: Vec::new(),
         permissions: Ok(()),
         probe_service: Ok(()),
         gateway: Ok(()),
@@ -182,13 +182,10 @@ fn each_problem_of_a_link_is_found() {
             "east: it is away",
         ),
         (
-            with_link(|link| {
-                let target = link.target.as_mut().unwrap();
-                target.token_expiry = Some("2026-11-21T12:00:00Z".to_owned());
-            }),
+            with_link(|link| link.expiring_credentials = vec!["those in Secret a/b expire at noon".to_owned()]),
             "remote cluster access credentials do not expire soon",
             report::Outcome::Warning,
-            "east: the token expires at 2026-11-21T12:00:00Z",
+            "east: those in Secret a/b expire at noon",
         ),
         (
             with_link(|link| link.discovery_secret = Err("no label".to_owned())),

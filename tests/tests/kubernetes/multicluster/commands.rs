@@ -231,6 +231,9 @@ async fn check(west: &ApiServer, east: &ApiServer) {
         assert_eq!((&**description, &**result), (expected.0, expected.1));
         assert!(error.contains(expected.2), "{} is not in {error}", expected.2);
     }
+    // The copy of the destination service has the same token.
+    let copy = "east: those in Secret linkerd/cluster-credentials-east expire at 20";
+    assert!(problems[0].2.contains(copy), "{}", problems[0].2);
 }
 
 /// The description, the result and a part of the text of each problem that `check` finds.
@@ -238,7 +241,7 @@ const EXPECTED_PROBLEMS: [(&str, &str, &str); 4] = [
     (
         "remote cluster access credentials do not expire soon",
         "warning",
-        "east: the token expires at 20",
+        "east: those in Secret linkerd-multicluster/cluster-credentials-east expire at 20",
     ),
     (
         "service mirror controllers are running",
