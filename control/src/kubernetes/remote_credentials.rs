@@ -8,7 +8,7 @@ use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 use tracing::warn;
 use tulle_core::names::{annotation, label};
 
-use super::credentials_expiry;
+use crate::kubernetes::credentials_expiry;
 
 /// Access to the API server of another cluster.
 pub struct Access {

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
+mod access_review;
 mod contract;
 mod custom_resources;
 mod gateway_crds;
@@ -9,6 +10,7 @@ mod install;
 mod monitoring;
 mod multicluster;
 mod multicluster_commands;
+mod multicluster_permissions;
 mod objects;
 mod permissions;
 mod render;

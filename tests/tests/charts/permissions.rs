@@ -1,9 +1,7 @@
 //! The permissions of the control plane's service accounts, as `kubectl auth can-i --as` reports them.
 
-use std::fs;
 use std::sync::Arc;
 
-use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
 use k8s_openapi::api::core::v1::Secret;
 use kube::api::{Api, Patch, PatchParams, PostParams};
 use serde_json::json;
@@ -17,7 +15,9 @@ use tulle_tests::charts::Helm;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::{eventually, within};
 
-use crate::render::{REQUIRED_VALUES, objects};
+use crate::access_review::{AccessReview, ESCALATIONS, Expectation, VERBS, apply_permissions, assert_permissions};
+use crate::multicluster_permissions;
+use crate::render::REQUIRED_VALUES;
 
 /// Starts an API server with the permissions and webhook configurations of the chart, rendered with these values.
 async fn start_with_chart(values: &[&str]) -> ApiServer {
@@ -29,89 +29,16 @@ async fn start_with_chart(values: &[&str]) -> ApiServer {
         .unwrap()
         .template("tulle-control-plane", &[REQUIRED_VALUES, values].concat())
         .unwrap();
-    let kinds = [
-        "ServiceAccount",
-        "Role",
-        "ClusterRole",
-        "Binding",
-        "WebhookConfiguration",
-    ];
-    let wanted = objects(&rendered).into_iter().filter(|object| {
-        object["kind"]
-            .as_str()
-            .is_some_and(|kind| kinds.iter().any(|end| kind.ends_with(end)))
-    });
-    let list = json!({"apiVersion": "v1", "kind": "List", "items": wanted.collect::<Vec<_>>()});
-    let file = server.dir().join("objects.json");
-    fs::write(&file, list.to_string()).unwrap();
-    server
-        .kubectl(&["apply", "--server-side", "-f", file.to_str().unwrap()])
-        .await
-        .unwrap();
+    apply_permissions(&server, &rendered).await;
     server
 }
 
-/// One access review. An empty name means all objects, and an empty namespace means the whole cluster.
-#[derive(Clone, Copy, Debug)]
-struct AccessReview {
-    account: &'static str,
-    verb: &'static str,
-    /// With its group, as in `leases.coordination.k8s.io`, and its subresource, as in `pods/exec`.
-    resource: &'static str,
-    namespace: &'static str,
-    name: &'static str,
-}
-
-impl AccessReview {
-    async fn is_allowed(self, server: &ApiServer) -> bool {
-        let (resource, subresource) = self.resource.split_once('/').unwrap_or((self.resource, ""));
-        let (resource, group) = resource.split_once('.').unwrap_or((resource, ""));
-        let text = |text: &str| Some(text.to_owned());
-        let review = SubjectAccessReview {
-            spec: SubjectAccessReviewSpec {
-                user: Some(format!("system:serviceaccount:linkerd:{}", self.account)),
-                groups: Some(
-                    [
-                        "system:serviceaccounts",
-                        "system:serviceaccounts:linkerd",
-                        "system:authenticated",
-                    ]
-                    .map(str::to_owned)
-                    .to_vec(),
-                ),
-                resource_attributes: Some(ResourceAttributes {
-                    group: text(group),
-                    resource: text(resource),
-                    subresource: text(subresource),
-                    verb: text(self.verb),
-                    namespace: text(self.namespace),
-                    name: text(self.name),
-                    ..ResourceAttributes::default()
-                }),
-                ..SubjectAccessReviewSpec::default()
-            },
-            ..SubjectAccessReview::default()
-        };
-        let reviews: Api<SubjectAccessReview> = Api::all(server.client());
-        let answer = reviews.create(&PostParams::default(), &review).await.unwrap();
-        answer.status.unwrap().allowed
-    }
-}
-
+/// The namespace of the accounts.
+const NAMESPACE: &str = "linkerd";
 const IDENTITY: &str = "linkerd-identity";
 const DESTINATION: &str = "linkerd-destination";
 const INJECTOR: &str = "linkerd-proxy-injector";
 const ACCOUNTS: [&str; 3] = [IDENTITY, DESTINATION, INJECTOR];
-const VERBS: [&str; 8] = [
-    "get",
-    "list",
-    "watch",
-    "create",
-    "update",
-    "patch",
-    "delete",
-    "deletecollection",
-];
 /// The verbs that a component may use on its own Secrets.
 const SECRET_VERBS: [&str; 5] = ["list", "watch", "create", "update", "patch"];
 const SECRETS: [(&str, &str); 4] = [
@@ -276,30 +203,13 @@ const PERMISSIONS: &[PermissionRow] = &[
     (DESTINATION, &["patch"], VALIDATING, "", "another", false),
 ];
 
-/// Verbs and resources that would allow privilege escalation.
-const ESCALATIONS: [(&str, &str); 11] = [
-    ("create", "pods/exec"),
-    ("create", "pods"),
-    ("create", "serviceaccounts/token"),
-    ("impersonate", "users"),
-    ("get", "nodes/proxy"),
-    ("escalate", "clusterroles.rbac.authorization.k8s.io"),
-    ("bind", "clusterroles.rbac.authorization.k8s.io"),
-    ("create", "clusterrolebindings.rbac.authorization.k8s.io"),
-    ("create", "rolebindings.rbac.authorization.k8s.io"),
-    ("create", "certificatesigningrequests.certificates.k8s.io"),
-    ("*", "*"),
-];
-
-/// An access review and whether it must be allowed.
-type Expectation = (AccessReview, bool);
-
 /// The rows of [`PERMISSIONS`], verb by verb.
 fn single_permissions() -> Vec<Expectation> {
     let mut expected = Vec::new();
     for &(account, verbs, resource, namespace, name, is_allowed) in PERMISSIONS {
         for &verb in verbs {
             let review = AccessReview {
+                account_namespace: NAMESPACE,
                 account,
                 verb,
                 resource,
@@ -319,6 +229,7 @@ fn access_only_for_destination() -> Vec<Expectation> {
         for account in ACCOUNTS {
             for verb in VERBS {
                 let review = AccessReview {
+                    account_namespace: NAMESPACE,
                     account,
                     verb,
                     resource,
@@ -345,6 +256,7 @@ fn access_to_secrets() -> Vec<Expectation> {
                 ("shop", "linkerd-sp-validator-k8s-tls"),
             ]) {
                 let review = AccessReview {
+                    account_namespace: NAMESPACE,
                     account,
                     verb,
                     resource: "secrets",
@@ -366,6 +278,7 @@ fn privilege_escalations() -> Vec<Expectation> {
     for account in ACCOUNTS {
         for (verb, resource) in ESCALATIONS {
             let review = AccessReview {
+                account_namespace: NAMESPACE,
                 account,
                 verb,
                 resource,
@@ -387,13 +300,7 @@ async fn service_accounts_have_the_permissions_of_the_table() {
         access_to_secrets(),
         privilege_escalations(),
     ];
-    let mut wrong = Vec::new();
-    for (review, expected) in expectations.concat() {
-        if review.is_allowed(&server).await != expected {
-            wrong.push(format!("{review:?}: expected {expected}"));
-        }
-    }
-    assert!(wrong.is_empty(), "{wrong:#?}");
+    assert_permissions(&server, &expectations.concat()).await;
 }
 
 const API_SERVICES: &str = "apiservices.apiregistration.k8s.io";
@@ -413,6 +320,7 @@ async fn components_with_given_webhook_certificates_have_no_access_to_secrets() 
     for (account, name) in SECRETS {
         for verb in SECRET_VERBS {
             let review = AccessReview {
+                account_namespace: NAMESPACE,
                 account,
                 verb,
                 resource: "secrets",
@@ -431,6 +339,7 @@ async fn the_destination_service_can_read_the_credentials_of_linked_clusters_onl
         for name in ["cluster-credentials-east", "cluster-credentials-west", ""] {
             for verb in VERBS {
                 let review = AccessReview {
+                    account_namespace: NAMESPACE,
                     account,
                     verb,
                     resource: "secrets",
@@ -443,6 +352,7 @@ async fn the_destination_service_can_read_the_credentials_of_linked_clusters_onl
             }
         }
     }
+    multicluster_permissions::check(&server).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
