@@ -14,6 +14,7 @@ use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, Server
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{ClientConfig, DigitallySignedStruct, SignatureScheme};
 use serde_json::Value;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
@@ -141,6 +142,25 @@ pub(crate) async fn presented_chain(
     port: u16,
     server_name: &str,
 ) -> anyhow::Result<Vec<Certificate>> {
+    let ForwardedPort {
+        stream,
+        error: forward_error,
+    } = forward::open(cluster, namespace, pod, port).await?;
+    forward_error
+        .add_context(chain_of_server(stream, server_name).await)
+        .with_context(|| format!("TLS with {server_name} on port {port} of pod {namespace}/{pod}"))
+}
+
+/// The certificate chain that the server at the other end of this stream presents, with the leaf first.
+///
+/// Verifies only that the server has the private key. Callers that rely on the identity must check it.
+///
+/// # Errors
+/// Fails if the server does not speak TLS, or if it presents no certificate.
+pub(crate) async fn chain_of_server(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    server_name: &str,
+) -> anyhow::Result<Vec<Certificate>> {
     let provider = tulle_control::tls::crypto_provider();
     let config = ClientConfig::builder_with_provider(Arc::clone(&provider))
         .with_safe_default_protocol_versions()
@@ -150,10 +170,6 @@ pub(crate) async fn presented_chain(
         .with_no_client_auth();
     let name = ServerName::try_from(server_name.to_owned())
         .with_context(|| format!("{server_name:?} is not a server name"))?;
-    let ForwardedPort {
-        stream,
-        error: forward_error,
-    } = forward::open(cluster, namespace, pod, port).await?;
     let connecting = timeout(
         REQUEST_TIMEOUT,
         TlsConnector::from(Arc::new(config)).connect(name, stream),
@@ -161,16 +177,10 @@ pub(crate) async fn presented_chain(
     let connected = match connecting.await {
         Ok(connected) => connected.context("the handshake failed"),
         Err(_) => Err(anyhow!("the handshake took longer than {REQUEST_TIMEOUT:?}")),
-    };
-    let connected = forward_error
-        .add_context(connected)
-        .with_context(|| format!("TLS with {server_name} on port {port} of pod {namespace}/{pod}"))?;
+    }?;
     let (_, connection) = connected.get_ref();
     let chain = connection.peer_certificates().unwrap_or_default();
-    ensure!(
-        !chain.is_empty(),
-        "port {port} of pod {namespace}/{pod} presents no certificate"
-    );
+    ensure!(!chain.is_empty(), "the server presents no certificate");
     chain.iter().map(|cert| Certificate::parse(cert)).collect()
 }
 

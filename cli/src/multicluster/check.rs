@@ -14,6 +14,7 @@ use tokio::time::{Instant, sleep};
 use tulle_core::duration;
 
 use super::check_state::{self, LinkState, MulticlusterState};
+use super::check_trust::{self, Finding};
 use crate::check::problem::{CheckResult, Problem, error, listing, warning};
 use crate::check::report::{self, CategoryReport, CheckReport};
 use crate::check::{Output, print_conclusion};
@@ -252,7 +253,7 @@ fn each_cluster_has_one_secret(_: &[LinkState], state: &MulticlusterState) -> Ch
 }
 
 fn clusters_share_anchors(links: &[LinkState], state: &MulticlusterState) -> CheckResult {
-    let own = match &state.anchors {
+    let own = match &state.trust {
         Ok(own) => own,
         Err(cause) => {
             return Err(error(
@@ -261,19 +262,36 @@ fn clusters_share_anchors(links: &[LinkState], state: &MulticlusterState) -> Che
             ));
         }
     };
-    let mut lines = Vec::new();
+    let (mut distrusted, mut unknown) = (Vec::new(), Vec::new());
     for link in links {
         let Ok(target) = &link.target else { continue };
-        match &target.anchors {
-            Ok(anchors) if anchors.iter().any(|anchor| own.contains(anchor)) => {}
-            Ok(_) => lines.push(format!("{}: no trust anchor in common", link.name)),
-            Err(cause) => lines.push(format!("{}: {cause}", link.name)),
+        let compared = match &target.trust {
+            Ok(trust) => check_trust::compare(own, trust),
+            Err(cause) => Err(Finding::Distrusted(cause.clone())),
+        };
+        match compared {
+            Ok(()) => {}
+            Err(Finding::Distrusted(text)) => distrusted.push(format!("{}: {text}", link.name)),
+            Err(Finding::Unknown(text)) => unknown.push(format!("{}: {text}", link.name)),
         }
     }
-    fail_unless_empty(lines, |lines| {
+    let fix = "add the trust anchors of each cluster to those of the other, as in docs/how-to/multicluster.md";
+    fail_unless_empty(distrusted, |lines| {
         error(
-            listing("clusters whose identities are not trusted here:", lines),
-            "add the anchor of each cluster to the bundle of the other, as in docs/how-to/rotate-trust.md",
+            listing(
+                "clusters whose proxies do not trust those of this cluster, or are not trusted:",
+                lines,
+            ),
+            fix,
+        )
+    })?;
+    fail_unless_empty(unknown, |lines| {
+        warning(
+            listing(
+                "clusters whose proxies may not trust those of this cluster, or not be trusted:",
+                lines,
+            ),
+            fix,
         )
     })
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context as _, anyhow, bail, ensure};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::authorization::v1::{ResourceAttributes, SelfSubjectAccessReview, SelfSubjectAccessReviewSpec};
-use k8s_openapi::api::core::v1::{ConfigMap, Endpoints, Pod, Secret, Service};
+use k8s_openapi::api::core::v1::{Endpoints, Pod, Secret, Service};
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{DynamicObject, ListParams, PostParams};
 use kube::{Api, ResourceExt as _};
@@ -16,22 +16,20 @@ use tulle_control::kubernetes::{connect, remote_credentials};
 use tulle_control::resources::meta::NamespacedName;
 use tulle_core::names::{annotation, label};
 
+use super::check_trust::{self, ClusterTrust};
 use super::extension::{
     self, CONTROLLER_SELECTOR, CREDENTIALS_SECRET_TYPE, EXTENSION_SELECTOR, LegacyController, links, target_cluster,
 };
 use super::gateways::{self, Probes};
 use super::{check_permissions, check_routes};
-use crate::certificates::Certificate;
 use crate::check::data_plane;
-use crate::config;
 use crate::kubernetes::{Cluster, reason, resource};
 
 pub(super) struct MulticlusterState {
     /// The namespace of the extension.
     pub(super) namespace: Result<Option<String>, String>,
     pub(super) links: Result<Vec<LinkState>, String>,
-    /// The trust anchors of this cluster.
-    pub(super) anchors: Result<Vec<Vec<u8>>, String>,
+    pub(super) trust: Result<ClusterTrust, String>,
     pub(super) controllers: Result<Vec<Controller>, String>,
     pub(super) mirrors: Result<Vec<MirrorService>, String>,
     /// The Secrets with the label of a linked cluster in the namespace of the control plane.
@@ -63,7 +61,7 @@ pub(super) struct LinkState {
 }
 
 pub(super) struct Target {
-    pub(super) anchors: Result<Vec<Vec<u8>>, String>,
+    pub(super) trust: Result<ClusterTrust, String>,
 }
 
 pub(super) struct DiscoverySecret {
@@ -101,12 +99,20 @@ pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> MulticlusterSt
         Ok(Some(_)) => gateways::read_probes(cluster, limit).await,
         Ok(None) | Err(_) => Ok(Probes::default()),
     };
+    let trust = check_trust::read_own(cluster).await;
+    let trust = trust.map_err(|error| format!("{error:#}"));
     let found = match links(cluster).await {
         Ok(None) => Err("the kind is not installed".to_owned()),
         Ok(Some(found)) => {
             let mut states = Vec::new();
             for link in &found {
-                states.push(read_link_state(cluster, link, &probes, limit).await);
+                let mut state = read_link_state(cluster, link, &probes, limit).await;
+                if let (Ok(own), Ok(target)) = (&trust, &mut state.target)
+                    && let Ok(target) = &mut target.trust
+                {
+                    Box::pin(check_trust::read_gateway_if_needed(own, target, link, limit)).await;
+                }
+                states.push(state);
             }
             Ok(states)
         }
@@ -124,9 +130,7 @@ pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> MulticlusterSt
     MulticlusterState {
         namespace: namespace.map_err(|error| format!("{error:#}")),
         links: found,
-        anchors: control_plane_anchors(cluster)
-            .await
-            .map_err(|error| format!("{error:#}")),
+        trust,
         controllers: controllers(cluster).await.map_err(|error| reason(&error)),
         mirrors,
         discovery_secrets: discovery_secrets(cluster).await.map_err(|error| reason(&error)),
@@ -202,7 +206,7 @@ async fn read_target(cluster: &Cluster, link: &DynamicObject) -> anyhow::Result<
         namespace: String::new(),
     };
     Ok(Target {
-        anchors: control_plane_anchors(&target)
+        trust: check_trust::read_target(&target)
             .await
             .map_err(|error| format!("{error:#}")),
     })
@@ -314,49 +318,6 @@ async fn read_secret(cluster: &Cluster, namespace: &str, name: &str) -> anyhow::
     secret.with_context(|| format!("there is no Secret {namespace}/{name}"))
 }
 
-/// The trust anchors that a control plane uses. If they are not readable, those in its configuration, because an account for other
-/// clusters can have the permission to read only that. The configuration has none with `identity.externalCA`.
-async fn control_plane_anchors(cluster: &Cluster) -> anyhow::Result<Vec<Vec<u8>>> {
-    let bundle = match anchors_in_use(cluster).await? {
-        Ok(bundle) => bundle,
-        Err(unreadable) => {
-            let values = config::values(cluster).await?;
-            let bundle = values["identityTrustAnchorsPEM"]
-                .as_str()
-                .filter(|bundle| !bundle.is_empty());
-            let bundle = bundle.with_context(|| {
-                format!("{unreadable}; the ConfigMap linkerd-config has no identityTrustAnchorsPEM")
-            })?;
-            bundle.to_owned()
-        }
-    };
-    let anchors = Certificate::parse_bundle(bundle.as_bytes())?;
-    Ok(anchors.into_iter().map(|anchor| anchor.der).collect())
-}
-
-/// The bundle that the identity service reads; the reason if there is none, or if the account has no permission to read it.
-async fn anchors_in_use(cluster: &Cluster) -> anyhow::Result<Result<String, String>> {
-    let namespace = &cluster.control_plane_namespace;
-    let api: Api<ConfigMap> = Api::namespaced(cluster.client.clone(), namespace);
-    let bundle = match api.get_opt(TRUST_ROOTS_CONFIG_MAP).await {
-        Ok(map) => map.and_then(|mut map| map.data.as_mut()?.remove(TRUST_ROOTS_KEY)),
-        Err(error) => {
-            let cause = format!(
-                "reading ConfigMap {TRUST_ROOTS_CONFIG_MAP} of namespace {namespace}: {}",
-                reason(&error)
-            );
-            let is_forbidden = matches!(&error, kube::Error::Api(status) if status.code == 403);
-            ensure!(is_forbidden, "{cause}");
-            return Ok(Err(cause));
-        }
-    };
-    Ok(bundle.ok_or_else(|| {
-        format!(
-            "there is no ConfigMap {TRUST_ROOTS_CONFIG_MAP} with the key {TRUST_ROOTS_KEY:?} in namespace {namespace}"
-        )
-    }))
-}
-
 async fn controllers(cluster: &Cluster) -> Result<Vec<Controller>, kube::Error> {
     let link_controllers = format!("{CONTROLLER_SELECTOR},{}", label::MIRRORED_CLUSTER);
     let api: Api<Deployment> = Api::all(cluster.client.clone());
@@ -437,9 +398,6 @@ fn has_addresses(endpoints: &Endpoints) -> bool {
 
 /// The name of the port through which gateways are probed.
 const PROBE_PORT_NAME: &str = "mc-probe";
-/// The ConfigMap with the trust anchors of the identity service, and the key of the bundle in it.
-const TRUST_ROOTS_CONFIG_MAP: &str = "linkerd-identity-trust-roots";
-const TRUST_ROOTS_KEY: &str = "ca-bundle.crt";
 
 #[cfg(test)]
 mod tests {
@@ -449,34 +407,8 @@ mod tests {
     use http::{Request, Response};
     use kube::client::Body;
     use serde_json::{Value, json};
-    use tulle_control::trust;
 
     use super::*;
-
-    /// Reads the anchors of a control plane that uses this bundle and has another one in its configuration. The API server responds
-    /// with an error instead if the first is the status and the reason of one.
-    async fn read_anchors(used: Result<&str, (u16, &'static str)>, configured: &str) -> anyhow::Result<Vec<Vec<u8>>> {
-        let used = used.map(|bundle| json!({ TRUST_ROOTS_KEY: bundle }));
-        let values = json!({ "identityTrustAnchorsPEM": configured }).to_string();
-        let service = tower::service_fn(move |req: Request<Body>| {
-            let found = match req.uri().path().rsplit('/').next() {
-                Some(TRUST_ROOTS_CONFIG_MAP) => used.clone(),
-                _ => Ok(json!({ "values": values })),
-            };
-            let (code, body) = match found {
-                Ok(data) => (
-                    200,
-                    json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": {}, "data": data }),
-                ),
-                Err((code, reason)) => (
-                    code,
-                    json!({ "apiVersion": "v1", "kind": "Status", "code": code, "reason": reason, "message": reason }),
-                ),
-            };
-            future::ready(Ok::<_, Infallible>(response(code, &body)))
-        });
-        control_plane_anchors(&cluster(kube::Client::new(service, "default"))).await
-    }
 
     fn response(code: u16, body: &Value) -> Response<Body> {
         let body = Body::from(body.to_string().into_bytes());
@@ -543,47 +475,6 @@ mod tests {
         ] {
             let found = expiry_if_soon(expires_at, now);
             assert_eq!(found.as_deref(), expected, "{expires_at} at {now}");
-        }
-    }
-
-    const ABSENT: (u16, &str) = (404, "NotFound");
-    const FORBIDDEN: (u16, &str) = (403, "Forbidden");
-
-    #[tokio::test]
-    async fn the_anchors_in_use_are_read_before_those_of_the_configuration() {
-        let anchor = |name| {
-            let anchor = trust::create_anchor(name, Duration::from_secs(86_400));
-            anchor.unwrap().certificate
-        };
-        let (used, configured) = (anchor("used.test"), anchor("configured.test"));
-        let (used, configured) = (used.as_str(), configured.as_str());
-        for (in_use, in_configuration, expected) in [
-            (Ok(used), "", used),
-            (Ok(used), configured, used),
-            (Err(ABSENT), configured, configured),
-            (Err(FORBIDDEN), configured, configured),
-        ] {
-            let expected = Certificate::parse_bundle(expected.as_bytes()).unwrap().remove(0);
-            let found = read_anchors(in_use, in_configuration).await.unwrap();
-            assert_eq!(found, [expected.der], "{in_use:?}");
-        }
-        for (in_use, in_configuration, expected) in [
-            (ABSENT, "", "there is no ConfigMap linkerd-identity-trust-roots"),
-            (
-                FORBIDDEN,
-                "",
-                "of namespace linkerd: Forbidden; the ConfigMap linkerd-config has no",
-            ),
-            // The anchors in use can be others.
-            (
-                (500, "InternalError"),
-                configured,
-                "of namespace linkerd: InternalError",
-            ),
-        ] {
-            let error = read_anchors(Err(in_use), in_configuration).await.unwrap_err();
-            let text = format!("{error:#}");
-            assert!(text.contains(expected), "{expected:?} is not in {text:?}");
         }
     }
 }

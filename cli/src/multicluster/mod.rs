@@ -6,6 +6,7 @@ mod check;
 mod check_permissions;
 mod check_routes;
 mod check_state;
+mod check_trust;
 mod extension;
 mod gateways;
 mod install;

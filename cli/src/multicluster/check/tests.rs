@@ -1,10 +1,30 @@
 //! Each problem alone, and states without problems.
 
+use std::sync::LazyLock;
+
 use serde_json::Value;
+use tulle_control::trust;
 
 use super::super::check_state::{Controller, DiscoverySecret, MirrorService, Target};
+use super::super::check_trust::ClusterTrust;
 use super::super::gateways::Probes;
 use super::*;
+use crate::certificates::Certificate;
+
+static ANCHORS: LazyLock<[Vec<Certificate>; 2]> = LazyLock::new(|| {
+    ["one", "two"].map(|name| {
+        let anchor = trust::create_anchor(name, Duration::from_secs(86_400)).unwrap();
+        Certificate::parse_bundle(anchor.certificate.as_bytes()).unwrap()
+    })
+});
+
+/// A cluster that trusts these of [`ANCHORS`], and whose certificates are not known.
+fn trust_in(anchors: &[usize]) -> ClusterTrust {
+    ClusterTrust {
+        anchors: anchors.iter().flat_map(|index| ANCHORS[*index].clone()).collect(),
+        chain: Err("forbidden".to_owned()),
+    }
+}
 
 fn link(name: &str) -> LinkState {
     LinkState {
@@ -14,7 +34,7 @@ fn link(name: &str) -> LinkState {
         created_by: Some(format!("tulle/cli {}", env!("CARGO_PKG_VERSION"))),
         has_gateway: true,
         target: Ok(Target {
-            anchors: Ok(vec![vec![1]]),
+            trust: Ok(trust_in(&[0])),
         }),
         discovery_secret: Ok(()),
         expiring_credentials: Vec::new(),
@@ -35,7 +55,7 @@ fn healthy() -> MulticlusterState {
     MulticlusterState {
         namespace: Ok(Some("linkerd-multicluster".to_owned())),
         links: Ok(vec![link("east")]),
-        anchors: Ok(vec![vec![1], vec![2]]),
+        trust: Ok(trust_in(&[0])),
         controllers: Ok(vec![Controller {
             name: "controller-east".to_owned(),
             link_name: "east".to_owned(),
@@ -203,10 +223,16 @@ fn each_problem_of_a_link_is_found() {
             "east: cluster-credentials-east, east",
         ),
         (
-            with_state(|state| state.anchors = Ok(vec![vec![9]])),
+            with_state(|state| state.trust = Ok(trust_in(&[1]))),
             "clusters share trust anchors",
             report::Outcome::Error,
             "east: no trust anchor in common",
+        ),
+        (
+            with_state(|state| state.trust = Ok(trust_in(&[0, 1]))),
+            "clusters share trust anchors",
+            report::Outcome::Warning,
+            "east: it has other trust anchors, and not all certificates are known: forbidden",
         ),
         (
             with_link(|link| link.permissions = Err("there is no Role r".to_owned())),
