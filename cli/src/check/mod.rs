@@ -84,6 +84,18 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
     print_conclusion(&reports, args.output)
 }
 
+/// Prints the report of a category. JSON is printed at the end, with all categories.
+///
+/// # Errors
+/// Fails if it cannot print.
+pub(crate) fn print_report(report: &CategoryReport, output: Output) -> anyhow::Result<()> {
+    match output {
+        Output::Table => crate::print(&report.table()),
+        Output::Short => crate::print(&report.short()),
+        Output::Json => Ok(()),
+    }
+}
+
 /// Prints the end of the output: the conclusion, or all categories as JSON. Returns the exit code.
 ///
 /// # Errors
@@ -120,20 +132,25 @@ impl Args {
 
 async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> anyhow::Result<Vec<CategoryReport>> {
     let deadline = Instant::now() + args.wait;
-    let mut snapshot = Box::pin(gather::take_snapshot(cluster, scope)).await;
+    let snapshot = Box::pin(gather::take_snapshot(cluster, scope)).await;
+    run_categories(categories(&snapshot), cluster, snapshot, (deadline, args.output)).await
+}
+
+/// Runs the checks of these categories until the first fatal failure, and prints each report when its category has ended.
+async fn run_categories(
+    categories: Vec<Category>,
+    cluster: Result<&Cluster, &str>,
+    mut snapshot: Snapshot,
+    (deadline, output): (Instant, Output),
+) -> anyhow::Result<Vec<CategoryReport>> {
     let mut reports = Vec::new();
-    for category in categories(&snapshot) {
+    for category in categories {
         let CategoryRun {
             report,
             has_fatal_failure,
             ..
         } = run_with_retries(&category, cluster, &mut snapshot, deadline).await;
-        let text = match args.output {
-            Output::Table => report.table(),
-            Output::Short => report.short(),
-            Output::Json => String::new(),
-        };
-        crate::print(&text)?;
+        print_report(&report, output)?;
         reports.push(report);
         if has_fatal_failure {
             break;
@@ -148,14 +165,7 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
 /// Fails with each failed check and its fix: after `wait` if one of them can succeed later, otherwise at once.
 pub(crate) async fn wait_for_control_plane(cluster: &Cluster, wait: Duration) -> anyhow::Result<()> {
     let deadline = Instant::now() + wait;
-    let scope = Scope {
-        mode: Mode::ControlPlane,
-        control_plane_namespace: cluster.control_plane_namespace.clone(),
-        namespace: None,
-        expected_version: None,
-        cni_namespace: DEFAULT_CNI_NAMESPACE.to_owned(),
-        check_cni: false,
-    };
+    let scope = default_scope(cluster, Mode::ControlPlane);
     let mut snapshot = Box::pin(gather::take_snapshot(Ok(cluster), &scope)).await;
     for category in categories(&snapshot) {
         let run = run_with_retries(&category, Ok(cluster), &mut snapshot, deadline).await;
@@ -168,6 +178,35 @@ pub(crate) async fn wait_for_control_plane(cluster: &Cluster, wait: Duration) ->
         );
     }
     Ok(())
+}
+
+/// Runs the checks of the proxies of one namespace, without those of the control plane, and prints the reports.
+///
+/// # Errors
+/// Fails if it cannot print.
+pub(crate) async fn check_proxies(
+    cluster: &Cluster,
+    namespace: &str,
+    deadline: Instant,
+    output: Output,
+) -> anyhow::Result<Vec<CategoryReport>> {
+    let scope = Scope {
+        namespace: Some(namespace.to_owned()),
+        ..default_scope(cluster, Mode::Proxy)
+    };
+    let snapshot = Box::pin(gather::take_snapshot(Ok(cluster), &scope)).await;
+    run_categories(proxy_categories().into(), Ok(cluster), snapshot, (deadline, output)).await
+}
+
+fn default_scope(cluster: &Cluster, mode: Mode) -> Scope {
+    Scope {
+        mode,
+        control_plane_namespace: cluster.control_plane_namespace.clone(),
+        namespace: None,
+        expected_version: None,
+        cni_namespace: DEFAULT_CNI_NAMESPACE.to_owned(),
+        check_cni: false,
+    }
 }
 
 /// Runs the checks of a category, and repeats them until those that can succeed later succeed, or until the deadline.
@@ -250,11 +289,7 @@ fn categories(snapshot: &Snapshot) -> Vec<Category> {
                 control_plane::version(),
             ]);
             if snapshot.scope.mode == Mode::Proxy {
-                categories.extend([
-                    data_plane::data_plane(),
-                    trust::data_plane(),
-                    data_plane::opaque_ports(),
-                ]);
+                categories.extend(proxy_categories());
             }
             let values = snapshot.values().unwrap_or_default();
             if snapshot.scope.check_cni || snapshot::value_at(&values, "cniEnabled") == &serde_json::Value::Bool(true) {
@@ -264,6 +299,14 @@ fn categories(snapshot: &Snapshot) -> Vec<Category> {
         }
     }
     categories
+}
+
+fn proxy_categories() -> [Category; 3] {
+    [
+        data_plane::data_plane(),
+        trust::data_plane(),
+        data_plane::opaque_ports(),
+    ]
 }
 
 const DEFAULT_CNI_NAMESPACE: &str = "linkerd-cni";

@@ -17,12 +17,19 @@ use super::check_state::{self, LinkState, MulticlusterState};
 use super::check_trust::{self, Finding};
 use crate::check::problem::{CheckResult, Problem, error, listing, warning};
 use crate::check::report::{self, CategoryReport, CheckReport};
-use crate::check::{Output, print_conclusion};
-use crate::{kubernetes, runtime};
+use crate::check::{Output, check_proxies, print_conclusion, print_report};
+use crate::kubernetes::{self, Cluster};
+use crate::runtime;
 
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
+    /// Check the proxies of one namespace too (-n)
+    #[arg(long)]
+    proxy: bool,
+    /// The namespace whose proxies are checked (with --proxy) [default: that of the extension]
+    #[arg(short, long, value_name = "NAMESPACE")]
+    namespace: Option<String>,
     /// How long to wait for parts that are not ready yet
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = duration::parse)]
     wait: Duration,
@@ -39,26 +46,32 @@ pub(crate) struct Args {
 /// # Errors
 /// Fails if the cluster cannot be reached, or if the report cannot be printed.
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
-    let report = runtime()?.block_on(async {
+    let reports = runtime()?.block_on(async {
         let cluster = flags.connect().await?;
-        let deadline = Instant::now() + args.wait;
-        loop {
-            let state = check_state::gather(&cluster, args.timeout).await;
-            let report = report(&state);
-            if !has_retryable_failure(&report) || Instant::now() >= deadline {
-                return anyhow::Ok(report);
-            }
-            sleep(RETRY_INTERVAL).await;
-        }
+        Box::pin(run(&cluster, args)).await
     })?;
-    let reports = [report];
-    let text = match args.output {
-        Output::Table => reports[0].table(),
-        Output::Short => reports[0].short(),
-        Output::Json => String::new(),
-    };
-    crate::print(&text)?;
     print_conclusion(&reports, args.output)
+}
+
+/// Runs the checks of Links until they succeed, or until the wait time ends, and then those of proxies.
+async fn run(cluster: &Cluster, args: &Args) -> anyhow::Result<Vec<CategoryReport>> {
+    let deadline = Instant::now() + args.wait;
+    let (state, report) = loop {
+        let state = check_state::gather(cluster, args.timeout).await;
+        let report = report(&state);
+        if !has_retryable_failure(&report) || Instant::now() >= deadline {
+            break (state, report);
+        }
+        sleep(RETRY_INTERVAL).await;
+    };
+    print_report(&report, args.output)?;
+    let mut reports = vec![report];
+    let namespace = args.namespace.clone().or(state.namespace.ok().flatten());
+    if let Some(namespace) = namespace.filter(|_| args.proxy) {
+        let of_proxies = Box::pin(check_proxies(cluster, &namespace, deadline, args.output));
+        reports.extend(of_proxies.await?);
+    }
+    Ok(reports)
 }
 
 /// A check of all Links.
@@ -296,13 +309,13 @@ fn clusters_share_anchors(links: &[LinkState], state: &MulticlusterState) -> Che
     })
 }
 
-fn controllers_have_permissions(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
+fn controllers_have_permissions(links: &[LinkState], state: &MulticlusterState) -> CheckResult {
     fail_unless_empty(
         failure_lines(links, |link| link.permissions.as_ref().err().cloned()),
         |lines| {
             error(
                 listing("controllers without their account or permissions:", lines),
-                "tulle multicluster install --set 'controllers[0].link.ref.name=NAME' | kubectl apply -f -",
+                install_controllers(links, state),
             )
         },
     )
@@ -328,10 +341,37 @@ fn controllers_run(links: &[LinkState], state: &MulticlusterState) -> CheckResul
     fail_unless_empty(lines.collect(), |lines| {
         error(
             listing("Links without exactly one running controller:", lines),
-            "add each Link to `controllers` of the chart, once: tulle multicluster install --set 'controllers[0].link.ref.name=NAME' | \
-             kubectl apply -f -",
+            install_controllers(links, state),
         )
     })
+}
+
+/// The fix that installs a controller for each Link, except for those that have one of the command `link`. The installation of the
+/// extension has the controllers and the gateway that its values say, so it needs all of them.
+fn install_controllers(links: &[LinkState], state: &MulticlusterState) -> String {
+    let has_legacy_controller = |link: &LinkState| {
+        let mut controllers = state.controllers.iter().flatten();
+        controllers.any(|controller| controller.is_legacy && controller.link_name == link.name)
+    };
+    let entries = links.iter().filter(|link| !has_legacy_controller(link)).map(|link| {
+        let gateway = if link.has_gateway {
+            ""
+        } else {
+            ", gateway: {enabled: false}"
+        };
+        format!("{{link: {{ref: {{name: {}}}}}{gateway}}}", link.name)
+    });
+    let entries = entries.collect::<Vec<_>>().join(", ");
+    let (gateway, hint) = match state.has_gateway {
+        Ok(true) => ("", ""),
+        Ok(false) => (" --gateway=false", ""),
+        Err(_) => ("", ", and with --gateway=false if this cluster has no gateway"),
+    };
+    format!(
+        "echo 'controllers: [{entries}]' > controllers.yaml, and `tulle multicluster install{gateway} -f controllers.yaml | kubectl \
+         apply -f -` with the other values of the installation{hint}; if Helm installed it, `helm upgrade --reuse-values -f \
+         controllers.yaml`"
+    )
 }
 
 fn controllers_are_managed(links: &[LinkState], state: &MulticlusterState) -> CheckResult {
@@ -349,7 +389,7 @@ fn controllers_are_managed(links: &[LinkState], state: &MulticlusterState) -> Ch
     })
 }
 
-fn probe_services_are_valid(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
+fn probe_services_are_valid(links: &[LinkState], state: &MulticlusterState) -> CheckResult {
     let failure = |link: &LinkState| {
         let failure = link.probe_service.as_ref().err();
         failure.filter(|_| link.has_gateway).cloned()
@@ -357,7 +397,7 @@ fn probe_services_are_valid(links: &[LinkState], _: &MulticlusterState) -> Check
     fail_unless_empty(failure_lines(links, failure), |lines| {
         error(
             listing("gateways that are not probed, and count as alive:", lines),
-            "tulle multicluster install --set 'controllers[0].link.ref.name=NAME' | kubectl apply -f -",
+            install_controllers(links, state),
         )
     })
 }
@@ -501,4 +541,8 @@ const EXAMPLES: &str = "\
 In the cluster that uses Services of others:
 
   tulle multicluster check
-  tulle multicluster check -o short --wait 0";
+  tulle multicluster check -o short --wait 0
+
+With the proxies of the extension, as `tulle check --proxy` checks them:
+
+  tulle multicluster check --proxy";

@@ -31,6 +31,8 @@ pub(super) struct MulticlusterState {
     pub(super) links: Result<Vec<LinkState>, String>,
     pub(super) trust: Result<ClusterTrust, String>,
     pub(super) controllers: Result<Vec<Controller>, String>,
+    /// Whether this cluster has a gateway for other clusters.
+    pub(super) has_gateway: Result<bool, String>,
     pub(super) mirrors: Result<Vec<MirrorService>, String>,
     /// The Secrets with the label of a linked cluster in the namespace of the control plane.
     pub(super) discovery_secrets: Result<Vec<DiscoverySecret>, String>,
@@ -132,6 +134,7 @@ pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> MulticlusterSt
         links: found,
         trust,
         controllers: controllers(cluster).await.map_err(|error| reason(&error)),
+        has_gateway: has_gateway(cluster).await.map_err(|error| reason(&error)),
         mirrors,
         discovery_secrets: discovery_secrets(cluster).await.map_err(|error| reason(&error)),
         unready_proxies: unready_proxies.map_err(|error| reason(&error)),
@@ -338,6 +341,12 @@ async fn controllers(cluster: &Cluster) -> Result<Vec<Controller>, kube::Error> 
             .unwrap_or_default(),
     };
     Ok(found.into_iter().map(controller).collect())
+}
+
+async fn has_gateway(cluster: &Cluster) -> Result<bool, kube::Error> {
+    let api: Api<Deployment> = Api::all(cluster.client.clone());
+    let of_gateways = ListParams::default().labels(&format!("{EXTENSION_SELECTOR},component=gateway"));
+    Ok(!cluster.list(&api, &of_gateways).await?.is_empty())
 }
 
 async fn unready_proxies(cluster: &Cluster, namespace: &str) -> Result<Vec<String>, kube::Error> {

@@ -11,11 +11,12 @@ use kube::api::ListParams;
 use kube::{Api, ResourceExt as _};
 use serde::Serialize;
 use tokio::time::timeout;
+use tulle_core::duration;
 use tulle_core::names::label;
 
 use super::extension::{self, CONTROLLER_SELECTOR};
 use crate::kubernetes::forward::{self, PodPort};
-use crate::kubernetes::{self, Cluster, REQUEST_TIMEOUT, reason, resource};
+use crate::kubernetes::{self, Cluster, reason, resource};
 use crate::{runtime, table};
 
 #[derive(clap::Args, Clone, Debug)]
@@ -23,6 +24,9 @@ pub(crate) struct Args {
     /// Only the gateway of this cluster
     #[arg(long, value_name = "NAME")]
     cluster_name: Option<String>,
+    /// How long to wait for the metrics of the controllers
+    #[arg(short, long, value_name = "DURATION", default_value = "30s", value_parser = duration::parse)]
+    wait: Duration,
     /// Output format
     #[arg(short, long, value_enum)]
     output: Option<Output>,
@@ -90,7 +94,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()>
     let mut rows = runtime()?.block_on(async {
         let cluster = flags.connect().await?;
         let mut gateways = Vec::new();
-        for controller in fetch_gateways(&cluster, REQUEST_TIMEOUT).await? {
+        for controller in fetch_gateways(&cluster, args.wait).await? {
             match controller.gateways {
                 Ok(found) => gateways.extend(found),
                 Err(cause) => eprintln!("tulle: {cause}"),

@@ -62,6 +62,7 @@ fn healthy() -> MulticlusterState {
             available: 1,
             is_legacy: false,
         }]),
+        has_gateway: Ok(true),
         mirrors: Ok(vec![
             MirrorService {
                 namespace: "shop".to_owned(),
@@ -313,6 +314,42 @@ fn each_problem_of_the_extension_and_of_mirrors_is_found() {
             "linkerd-multicluster/gateway",
         ),
     ]);
+}
+
+#[test]
+fn the_fix_for_a_controller_keeps_the_other_controllers_and_the_gateway() {
+    let mut state = with_link(|link| link.permissions = Err("there is no Role r".to_owned()));
+    let without_gateway = LinkState {
+        has_gateway: false,
+        ..link("north")
+    };
+    let links = state.links.as_mut().unwrap();
+    links.extend([without_gateway, link("south")]);
+    let mut legacy = healthy().controllers.unwrap().remove(0);
+    (legacy.link_name, legacy.is_legacy) = ("south".to_owned(), true);
+    state.controllers.as_mut().unwrap().push(legacy);
+    for (has_gateway, command) in [
+        (Ok(true), "`tulle multicluster install -f controllers.yaml | kubectl"),
+        (
+            Ok(false),
+            "`tulle multicluster install --gateway=false -f controllers.yaml | kubectl",
+        ),
+        (
+            Err("forbidden".to_owned()),
+            "with --gateway=false if this cluster has no gateway",
+        ),
+    ] {
+        state.has_gateway = has_gateway;
+        let fixes = report(&state).checks.into_iter().filter_map(|check| check.hint);
+        let fixes: Vec<_> = fixes.filter(|fix| fix.contains("controllers.yaml")).collect();
+        // Of the controllers without permissions, and of the Link `north` without a controller.
+        assert_eq!(fixes.len(), 2, "{fixes:?}");
+        let controllers =
+            "controllers: [{link: {ref: {name: east}}}, {link: {ref: {name: north}}, gateway: {enabled: false}}]";
+        for fix in fixes {
+            assert!(fix.contains(controllers) && fix.contains(command), "{fix}");
+        }
+    }
 }
 
 #[test]

@@ -72,7 +72,7 @@ async fn traffic_through_the_gateway_has_both_identities(linked: &LinkedClusters
 async fn commands_show_the_other_cluster(linked: &LinkedClusters) {
     for cluster in [&linked.west, &linked.east] {
         // Fails unless all checks pass.
-        tulle(cluster, "multicluster check --wait 0").await.unwrap();
+        tulle(cluster, "multicluster check --proxy --wait 0").await.unwrap();
     }
     let gateways = tulle(&linked.west, "multicluster gateways").await.unwrap();
     let gateway: Vec<_> = gateways.lines().nth(1).unwrap().split_whitespace().take(3).collect();

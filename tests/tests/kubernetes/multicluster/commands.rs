@@ -66,7 +66,7 @@ async fn install(west: &ApiServer, east: &ApiServer) {
         kubectl(server, "apply --server-side -f -", &manifests.out).await;
     }
     check_labels(west).await;
-    let gateways = tulle(west, "mc gateways").await;
+    let gateways = tulle(west, "mc gateways --wait 10s").await;
     assert_eq!(
         gateways.out, "CLUSTER   ALIVE   NUM_SVC   LATENCY\n",
         "{}",
