@@ -133,6 +133,10 @@ const BY_INSTALLATION: Run = Run::ByOtherTest("installation.rs");
 const TWO_CLUSTERS: Run = Run::ByNoTest(
     "needs two clusters with pods; kubernetes/multicluster/commands.rs runs the commands with two API servers",
 );
+const JOINED_ANCHORS: Run = Run::ByNoTest(
+    "needs two clusters with pods; cluster/multicluster/anchors.rs installs a bundle in two clusters by the same values, and \
+     kubernetes/multicluster/commands.rs reads it by the same command",
+);
 const BY_VM: Run = Run::ByOtherTest("tests/clients/vm.rs, with the same files and commands");
 const DATABASES_OF_READER: Run =
     Run::ByNoTest("needs databases of the reader; tests/tests/stateful sets the same annotations");
@@ -254,9 +258,17 @@ const PLAN: &[(&str, &str, Run)] = &[
         "4. Redirect traffic",
         Run::ByNoTest("needs systemd; vm.rs runs the units' commands"),
     ),
+    ("how-to/multicluster.md", "Join the trust anchors", JOINED_ANCHORS),
     ("how-to/multicluster.md", "1. Install the extension", TWO_CLUSTERS),
     ("how-to/multicluster.md", "2. Link the clusters", TWO_CLUSTERS),
     ("how-to/multicluster.md", "3. Export a Service", TWO_CLUSTERS),
+    (
+        "how-to/multicluster.md",
+        "Permit clients of the other cluster",
+        Run::ByNoTest(
+            "needs two clusters with pods; cluster/multicluster applies such a policy, and runs `tulle identity`",
+        ),
+    ),
     ("how-to/multicluster.md", "4. Check the link", TWO_CLUSTERS),
     ("how-to/multicluster.md", "Undo", TWO_CLUSTERS),
     (

@@ -212,6 +212,9 @@ async fn check(west: &ApiServer, east: &ApiServer) {
     for server in [west, east] {
         put_trust_roots(server, &anchor).await;
     }
+    // The command of docs/how-to/multicluster.md, whose outputs can be joined.
+    let get = r#"get configmap linkerd-identity-trust-roots -n linkerd -o jsonpath={.data.ca-bundle\.crt}{"\n"}"#;
+    assert_eq!(kubectl(east, get, "").await, anchor + "\n");
     // Requests that the gateway forwards to `web` go back to the other cluster.
     apply(west, &service("web", &json!({"mirror.linkerd.io/exported": "true"}))).await;
     apply(west, &route_to_mirror()).await;
