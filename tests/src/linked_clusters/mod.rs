@@ -1,6 +1,7 @@
 //! Two clusters with tulle, linked by `tulle multicluster`: `west` uses Services of `east`.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::process::Output;
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use tulle_control::trust;
 
 use crate::cluster::{ClusterPair, Connection, PairNetwork};
 use crate::images::Image;
-use crate::linkerd::LinkerdParts;
+use crate::linkerd::{Linkerd, LinkerdParts};
 use crate::meshed::{Client, MeshedCluster};
 use crate::{commands, programs};
 
@@ -206,28 +207,35 @@ async fn link(source: &MeshedCluster, target: &MeshedCluster, target_name: &str,
 /// # Errors
 /// Fails if the command fails; the error contains its output.
 pub async fn tulle(cluster: &MeshedCluster, line: &str) -> anyhow::Result<String> {
-    let Output { status, stdout, stderr } = tulle_output(cluster, line).await?;
-    let stdout = String::from_utf8(stdout).context("the output of tulle")?;
-    ensure!(
-        status.success(),
-        "tulle {line}: {stdout}{}",
-        String::from_utf8_lossy(&stderr).trim()
-    );
-    Ok(stdout)
-}
-
-/// Runs `tulle` as the administrator of a cluster, and returns its status and output.
-///
-/// # Errors
-/// Fails if the command cannot be started, or does not end.
-async fn tulle_output(cluster: &MeshedCluster, line: &str) -> anyhow::Result<Output> {
     let program = match &cluster.multicluster_program {
         Some(program) if line.starts_with("multicluster ") => program.clone(),
         _ => programs::static_binaries_dir()?.join("tulle"),
     };
-    let mut tulle = cluster.cluster.command_for_path(&program);
-    tulle.args(line.split_whitespace()).env("PATH", programs::search_path());
-    commands::output(&format!("tulle {line}"), tulle).await
+    run_program(cluster, &program, line).await
+}
+
+/// Runs Linkerd's program as the administrator of a cluster, and returns its output.
+///
+/// # Errors
+/// Fails if there is none, or if the command fails; the error contains its output.
+pub async fn linkerd(cluster: &MeshedCluster, line: &str) -> anyhow::Result<String> {
+    run_program(cluster, &Linkerd::from_env()?.program(), line).await
+}
+
+async fn run_program(cluster: &MeshedCluster, program: &Path, line: &str) -> anyhow::Result<String> {
+    let line_with_program = format!("{} {line}", program.display());
+    let mut command = cluster.cluster.command_for_path(program);
+    command
+        .args(line.split_whitespace())
+        .env("PATH", programs::search_path());
+    let Output { status, stdout, stderr } = commands::output(&line_with_program, command).await?;
+    let stdout = String::from_utf8(stdout).with_context(|| format!("the output of {line_with_program}"))?;
+    ensure!(
+        status.success(),
+        "{line_with_program}: {stdout}{}",
+        String::from_utf8_lossy(&stderr).trim()
+    );
+    Ok(stdout)
 }
 
 /// The clusters whose replicas have responded.

@@ -110,8 +110,12 @@ async fn nothing_is_left(cluster: &MeshedCluster) -> anyhow::Result<()> {
 
 /// Deletes the objects that a command prints.
 pub(super) async fn delete_output_of(cluster: &MeshedCluster, line: &str) {
+    delete_objects(cluster, &tulle(cluster, line).await.unwrap()).await;
+}
+
+pub(super) async fn delete_objects(cluster: &MeshedCluster, manifests: &str) {
     let file = cluster.file("deleted.yaml");
-    std::fs::write(&file, tulle(cluster, line).await.unwrap()).unwrap();
+    std::fs::write(&file, manifests).unwrap();
     let delete = format!("delete --ignore-not-found -f {}", file.display());
     cluster.kubectl(&delete).await.unwrap();
 }

@@ -3,10 +3,12 @@
 //! `TULLE_TEST_LINKERD` names a directory with the program `linkerd` and its images, which this repository does not have.
 
 use anyhow::ensure;
+use serde_json::Value;
 use tulle_tests::cluster::Connection;
-use tulle_tests::linked_clusters::LinkedClusters;
+use tulle_tests::linked_clusters::{LinkedClusters, linkerd};
 use tulle_tests::linkerd::LinkerdParts;
 
+use super::lifecycle::delete_objects;
 use super::traffic::{GATEWAY_ID, check_protocols, export, proxy_metrics};
 use super::{CLIENT_ID, NAMESPACE, SERVER_ID, assert_has_series, label};
 
@@ -62,6 +64,49 @@ async fn check_link(linkerd: [LinkerdParts; 2]) {
     linked.federate().await.unwrap();
     check_protocols(&linked, "web-federated").await;
     eprintln!("federated: right");
+    commands_of_linkerd_show_the_link_and_remove_it(&linked).await;
+    eprintln!("commands of Linkerd: right");
+}
+
+/// Checks that Linkerd's commands understand the objects of each cluster, whichever program created them.
+async fn commands_of_linkerd_show_the_link_and_remove_it(linked: &LinkedClusters) {
+    let (west, east) = (&linked.west, &linked.east);
+    // Fails if a check has an error.
+    let report = linkerd(west, "multicluster check -o json --wait 30s").await.unwrap();
+    let report: Value = serde_json::from_str(&report).unwrap();
+    let checks = report["categories"][0]["checks"].as_array().unwrap();
+    for description in PASSED_CHECKS {
+        let mut found = checks.iter().filter(|check| check["description"] == description);
+        let has_passed = found.any(|check| check["result"] == "success");
+        assert!(has_passed, "{description}: {report:#}");
+    }
+    let gateways = linkerd(west, "multicluster gateways").await.unwrap();
+    let gateway = gateways.lines().find(|line| line.trim_start().starts_with("east"));
+    let gateway: Vec<_> = gateway.unwrap_or_default().split_whitespace().take(3).collect();
+    assert_eq!(gateway, ["east", "True", "1"], "{gateways}");
+
+    let account = linkerd(east, "multicluster allow --service-account-name another-cluster").await;
+    east.apply(&account.unwrap()).await.unwrap();
+    let can = format!("auth can-i list services -A --as=system:serviceaccount:{NAMESPACE}:another-cluster");
+    assert_eq!(east.kubectl(&can).await.unwrap().trim(), "yes");
+
+    let refused = linkerd(west, "multicluster uninstall").await.unwrap_err().to_string();
+    assert!(refused.contains("east"), "{refused}");
+    let unlinked = linkerd(west, "multicluster unlink --cluster-name east").await.unwrap();
+    delete_objects(west, &unlinked).await;
+    for left in [
+        "links.multicluster.linkerd.io -A",
+        "secrets -A -l multicluster.linkerd.io/cluster-name=east",
+        "services -A -l mirror.linkerd.io/mirrored-service=true,mirror.linkerd.io/cluster-name=east",
+    ] {
+        let left = west.kubectl(&format!("get {left} -o name")).await.unwrap();
+        assert_eq!(left, "", "after unlink");
+    }
+    let uninstalled = linkerd(west, "multicluster uninstall").await.unwrap();
+    delete_objects(west, &uninstalled).await;
+    let kinds = "namespaces,clusterroles,clusterrolebindings,roles,rolebindings,customresourcedefinitions";
+    let left = format!("get {kinds} -A -l linkerd.io/extension=multicluster -o name");
+    assert_eq!(west.kubectl(&left).await.unwrap(), "", "after uninstall");
 }
 
 /// Exports `web` by the addresses of its pods, and then replaces the client: Linkerd's destination service does not tell proxies that
@@ -90,3 +135,17 @@ fn assert_has_labels(metrics: &str, labels: &[&str]) {
     let has = |line: &str| labels.iter().all(|label| line.contains(label));
     assert!(metrics.lines().any(has), "no series with {labels:?}");
 }
+
+/// The checks of `linkerd multicluster check` that pass for objects of either program. The version of a Link is known only if Linkerd's
+/// program printed it, and that of proxies is compared with a list in the internet; both give a warning.
+const PASSED_CHECKS: [&str; 9] = [
+    "Link CRD exists",
+    "Link resources are valid",
+    "remote cluster access credentials are valid",
+    "clusters share trust anchors",
+    "service mirror controller has required permissions",
+    "service mirror controllers are running",
+    "extension is managing controllers",
+    "probe services able to communicate with all gateway mirrors",
+    "all mirror services are part of a Link",
+];
