@@ -9,7 +9,7 @@ use tulle_tests::meshed::MeshedCluster;
 
 use super::chaos::an_absent_gateway_is_reported;
 use super::ipv6::assert_used;
-use super::traffic::{GATEWAY_ID, check_protocols, export};
+use super::traffic::{GATEWAY_ID, THROUGH_GATEWAY, check_protocols, export};
 
 /// A gateway whose Service has node ports instead of a load balancer is used and checked as any other.
 pub(super) async fn a_gateway_with_node_ports_is_used(linked: &LinkedClusters) {
@@ -25,7 +25,7 @@ pub(super) async fn a_gateway_with_node_ports_is_used(linked: &LinkedClusters) {
         .unwrap();
     assert_ne!(port, "4143");
     export(linked, "true", GATEWAY_ID).await;
-    check_protocols(linked, "web-east").await;
+    check_protocols(linked, "web-east", &THROUGH_GATEWAY).await;
     assert_used(linked, &[addr]).await;
     let is_checked = async || tulle(west, "multicluster check --wait 0").await.map(drop);
     west.cluster.wait_until("all checks pass", is_checked).await.unwrap();

@@ -9,8 +9,11 @@ use tulle_tests::linked_clusters::{LinkedClusters, linkerd};
 use tulle_tests::linkerd::LinkerdParts;
 
 use super::lifecycle::delete_objects;
-use super::traffic::{GATEWAY_ID, check_protocols, export, proxy_metrics};
-use super::{CLIENT_ID, NAMESPACE, SERVER_ID, assert_has_series, label};
+use super::traffic::{
+    CLIENT_ID, GATEWAY_ID, PODS_OF_BOTH, PODS_OF_EAST, SERVER_ID, THROUGH_GATEWAY, check_protocols, export,
+    proxy_metrics,
+};
+use super::{NAMESPACE, assert_has_series, label};
 
 /// Linkerd's program, charts and service mirror link clusters with tulle.
 #[tokio::test(flavor = "multi_thread")]
@@ -46,7 +49,7 @@ async fn check_link(linkerd: [LinkerdParts; 2]) {
     let linked = start.await.unwrap();
     linked.start_shop().await.unwrap();
     export(&linked, "true", GATEWAY_ID).await;
-    check_protocols(&linked, "web-east").await;
+    check_protocols(&linked, "web-east", &THROUGH_GATEWAY).await;
     let gateway = proxy_metrics(&linked.east, NAMESPACE, "app=linkerd-gateway").await;
     // Gateways of Linkerd count what they forward as outbound responses only.
     assert_has_labels(&gateway, &["direction=\"inbound\"", &label("client_id", CLIENT_ID)]);
@@ -56,13 +59,13 @@ async fn check_link(linkerd: [LinkerdParts; 2]) {
     linked.network.set_connection(Connection::Flat).unwrap();
     change_mode_and_replace_client(&linked).await;
     export(&linked, "remote-discovery", SERVER_ID).await;
-    check_protocols(&linked, "web-east").await;
+    check_protocols(&linked, "web-east", &PODS_OF_EAST).await;
     let server = proxy_metrics(&linked.east, "shop", "app=web").await;
     assert_has_series(&server, &["direction=\"inbound\"", &label("client_id", CLIENT_ID)]);
     eprintln!("by addresses of pods: right");
 
     linked.federate().await.unwrap();
-    check_protocols(&linked, "web-federated").await;
+    check_protocols(&linked, "web-federated", &PODS_OF_BOTH).await;
     eprintln!("federated: right");
     commands_of_linkerd_show_the_link_and_remove_it(&linked).await;
     eprintln!("commands of Linkerd: right");

@@ -16,13 +16,13 @@ use std::env;
 use anyhow::ensure;
 use tulle_tests::cluster::Connection;
 use tulle_tests::linked_clusters::{CLIENT, LinkedClusters, NAMESPACE, tulle};
-use tulle_tests::meshed::{Client, assert_all_ok};
+use tulle_tests::meshed::{Client, MeshedCluster, assert_all_ok};
 
-use self::traffic::{GATEWAY_ID, check_protocols, export, proxy_metrics};
-
-/// The identities of the client in west and of the server in east.
-const CLIENT_ID: &str = "client.shop.serviceaccount.identity.linkerd.cluster.local";
-const SERVER_ID: &str = "web.shop.serviceaccount.identity.linkerd.east.id";
+use self::chaos::load_during;
+use self::traffic::{
+    CLIENT_ID, GATEWAY_ID, PODS_OF_BOTH, PODS_OF_EAST, SERVER_ID, THROUGH_GATEWAY, check_protocols, export,
+    proxy_metrics,
+};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cluster_uses_services_of_another() {
@@ -38,7 +38,7 @@ async fn a_cluster_uses_services_of_another() {
     traffic_to_pods_has_both_identities(&linked).await;
     pods_permit_identities_of_the_other_cluster(&linked).await;
     linked.federate().await.unwrap();
-    check_protocols(&linked, "web-federated").await;
+    check_protocols(&linked, "web-federated", &PODS_OF_BOTH).await;
     chaos::no_request_is_lost(&linked).await;
     grants::permissions_are_those_that_are_used(&linked).await;
     if env::var_os("TULLE_TEST_FULL").is_some() {
@@ -54,7 +54,7 @@ async fn a_cluster_uses_services_of_another() {
 /// Checks each protocol against a mirror whose endpoint is the gateway of `east`, which is all that `west` can reach.
 async fn traffic_through_the_gateway_has_both_identities(linked: &LinkedClusters) {
     export(linked, "true", GATEWAY_ID).await;
-    check_protocols(linked, "web-east").await;
+    check_protocols(linked, "web-east", &THROUGH_GATEWAY).await;
     let client = proxy_metrics(&linked.west, "shop", "app=client").await;
     let target = [
         "dst_target_cluster=\"east\"",
@@ -77,30 +77,52 @@ async fn commands_show_the_other_cluster(linked: &LinkedClusters) {
     let gateways = tulle(&linked.west, "multicluster gateways").await.unwrap();
     let gateway: Vec<_> = gateways.lines().nth(1).unwrap().split_whitespace().take(3).collect();
     assert_eq!(gateway, ["east", "True", "1"], "{gateways}");
-    let requests = async {
-        let report = linked.load("web-east:80/ --rate=50 --duration=6s").await.unwrap();
-        assert_all_ok(&report, "requests while commands run");
-    };
-    let commands = async {
-        let edges = tulle(&linked.west, "edges deploy/client -n shop").await.unwrap();
+    let commands = Box::pin(async {
+        let gateway_id = format!(" src_client_id={GATEWAY_ID}");
+        assert_tapped(&linked.east, "deploy/web", &[" proxy=in ", " tls=true ", &gateway_id]).await;
+        let server_id = format!(" dst_server_id={GATEWAY_ID}");
+        let target = [" proxy=out ", " dst_target_cluster=east", " dst_target_service=web"];
+        assert_tapped(&linked.west, "deploy/client", &[&target[..], &[&server_id]].concat()).await;
+        let edges = tulle(&linked.west, "edges deploy/client -n shop").await?;
         let edge = edges.lines().find(|line| line.contains("svc/web")).unwrap_or_default();
         let edge: Vec<_> = edge.split_whitespace().take(5).collect();
         assert_eq!(edge, ["deploy/client", "svc/web", "shop", "shop", "east"], "{edges}");
-        let edges = tulle(&linked.east, "edges deploy/web -n shop").await.unwrap();
+        let edges = tulle(&linked.east, "edges deploy/web -n shop").await?;
         assert!(edges.contains("linkerd-gateway.linkerd-multicluster"), "{edges}");
-        let stat = tulle(&linked.east, "stat deploy/linkerd-gateway -n linkerd-multicluster")
-            .await
-            .unwrap();
-        let gateway: Vec<_> = stat
-            .lines()
-            .nth(1)
-            .unwrap_or_default()
-            .split_whitespace()
-            .take(3)
-            .collect();
-        assert_eq!(gateway, ["linkerd-gateway", "1/1", "100.00%"], "{stat}");
-    };
-    tokio::join!(requests, commands);
+        // `stat` shows servers, each in its own cluster.
+        for (line, expected) in [
+            ("stat deploy/web -n shop", ["web", "2/2", "100.00%"]),
+            (
+                "stat deploy/linkerd-gateway -n linkerd-multicluster",
+                ["linkerd-gateway", "1/1", "100.00%"],
+            ),
+        ] {
+            let stat = tulle(&linked.east, line).await?;
+            let row = stat.lines().nth(1).unwrap_or_default().split_whitespace().take(3);
+            assert_eq!(row.collect::<Vec<_>>(), expected, "{stat}");
+        }
+        anyhow::Ok(())
+    });
+    load_during(
+        linked,
+        "requests while commands run",
+        ECHO_AT_50_PER_SECOND,
+        1,
+        commands,
+    )
+    .await;
+}
+
+/// Checks that each tapped request of a workload has these texts.
+async fn assert_tapped(cluster: &MeshedCluster, workload: &str, texts: &[&str]) {
+    // Without the probes of the kubelet.
+    let line = format!("tap {workload} -n shop --path /echo -o wide --count 3");
+    let events = tulle(cluster, &line).await.unwrap();
+    let requests: Vec<&str> = events.lines().filter(|line| line.starts_with("req id=")).collect();
+    assert!(requests.len() >= 3, "{events}");
+    for request in requests {
+        assert!(texts.iter().all(|text| request.contains(text)), "{texts:?}: {request}");
+    }
 }
 
 /// Checks that the name of a pod of `east` leads to that pod only, through the gateway.
@@ -128,7 +150,7 @@ async fn each_pod_of_a_stateful_set_has_a_name(linked: &LinkedClusters) {
 /// Checks each protocol against a mirror whose endpoints are the pods of `east`.
 async fn traffic_to_pods_has_both_identities(linked: &LinkedClusters) {
     export(linked, "remote-discovery", SERVER_ID).await;
-    check_protocols(linked, "web-east").await;
+    check_protocols(linked, "web-east", &PODS_OF_EAST).await;
     let client = proxy_metrics(&linked.west, "shop", "app=client").await;
     let target = [
         "dst_target_cluster=\"east\"",
@@ -138,6 +160,13 @@ async fn traffic_to_pods_has_both_identities(linked: &LinkedClusters) {
     assert_has_series(&client, &[&target[..], &[&label("server_id", SERVER_ID)]].concat());
     let server = proxy_metrics(&linked.east, "shop", "app=web").await;
     assert_has_series(&server, &["direction=\"inbound\"", &label("client_id", CLIENT_ID)]);
+    let commands = Box::pin(async {
+        let server_id = format!(" dst_server_id={SERVER_ID}");
+        let target = [" proxy=out ", " dst_target_cluster=east", " dst_deployment=web"];
+        assert_tapped(&linked.west, "deploy/client", &[&target[..], &[&server_id]].concat()).await;
+        anyhow::Ok(())
+    });
+    load_during(linked, "requests while tap runs", ECHO_AT_50_PER_SECOND, 1, commands).await;
     let endpoints = "diagnostics endpoints web-east.shop.svc.cluster.local:80";
     let endpoints = tulle(&linked.west, endpoints).await.unwrap();
     assert_eq!(endpoints.matches(SERVER_ID).count(), 2, "{endpoints}");
@@ -181,6 +210,7 @@ fn assert_has_series(metrics: &str, labels: &[&str]) {
     assert!(metrics.lines().any(has), "no series with {labels:?}");
 }
 
+const ECHO_AT_50_PER_SECOND: &str = "web-east:80/echo --rate=50 --body-size=200";
 const STATEFUL_SET: &str = include_str!("stateful.yaml");
 const ONLY_CLIENT: &str = "
 apiVersion: policy.linkerd.io/v1beta3
