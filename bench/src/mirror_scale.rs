@@ -18,6 +18,7 @@ use k8s_openapi::ByteString;
 use kube::config::Kubeconfig;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
+use tulle_core::duration;
 use tulle_core::names::variable;
 
 use crate::run::process::Process;
@@ -47,12 +48,21 @@ pub struct Args {
     /// Duration of the changes, in seconds. Each Service changes at most once.
     #[arg(long, value_name = "SECONDS", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     seconds: u32,
+    /// Fail if the mirrors of 1000 Services take longer; more Services may take longer in proportion.
+    #[arg(long, value_name = "DURATION", default_value = "20s", value_parser = duration::parse)]
+    max_mirror_time: Duration,
+    /// Fail if a change takes longer to reach its mirror.
+    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = duration::parse)]
+    max_change_time: Duration,
+    /// Fail if the service mirror has used more memory at any time, in MB.
+    #[arg(long, value_name = "MB", default_value_t = 60)]
+    max_memory: u32,
 }
 
 /// Runs the scale test and prints the results.
 ///
 /// # Errors
-/// There are more changes than Services, the setup fails, or a mirror or a change does not arrive.
+/// There are more changes than Services, the setup fails, a mirror or a change does not arrive, or a figure is above its limit.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     let n_changes = (args.rate as usize).saturating_mul(args.seconds as usize);
     ensure!(
@@ -84,14 +94,18 @@ async fn run(args: &Args, n_changes: usize) -> anyhow::Result<()> {
     let started = Instant::now();
     let process = start_service_mirror(args, dir.path())?;
     mirrors
-        .wait_for_all(args.services.get(), started + mirror_timeout(args.services.get()))
+        .wait_for_all(
+            args.services.get(),
+            started + in_proportion(MIRROR_TIMEOUT, args.services.get()),
+        )
         .await?;
+    let mirrored_after = started.elapsed();
+    let first_peak_kib = process.peak_rss_kib()?;
     println!(
-        "{} Services mirrored {:.2?} after the start of the process, with {:.2?} of CPU; peak memory {:.1} MB",
+        "{} Services mirrored {mirrored_after:.2?} after the start of the process, with {:.2?} of CPU; peak memory {:.1} MB",
         args.services,
-        started.elapsed(),
         process.cpu_time()?,
-        megabytes(process.peak_rss_kib()?)
+        megabytes(first_peak_kib)
     );
     mirrors.ensure_unchanged(REFRESH_PERIOD + MEMORY_SETTLE_DELAY).await?;
     println!(
@@ -121,17 +135,57 @@ async fn run(args: &Args, n_changes: usize) -> anyhow::Result<()> {
             millis(latencies.max()),
         );
     }
+    let peak_kib = process.peak_rss_kib()?;
     println!(
         "{:.1} µs of CPU per change; peak memory {:.1} MB",
         (process.cpu_time()? - cpu_time).as_secs_f64() * 1e6 / n_changes as f64,
-        megabytes(process.peak_rss_kib()?)
+        megabytes(peak_kib)
     );
-    Ok(())
+    let slowest_change = latencies.iter().map(Histogram::max).max().unwrap_or_default();
+    let measured = Measured {
+        mirrored_after,
+        slowest_change: Duration::from_micros(slowest_change),
+        peak_memory: megabytes(first_peak_kib.max(peak_kib)),
+    };
+    measured.check(args)
 }
 
-/// Maximum time until this number of Services is mirrored.
-fn mirror_timeout(n_services: usize) -> Duration {
-    MIRROR_TIMEOUT.mul_f64((n_services as f64 / 1000.).max(1.))
+/// The figures that have limits.
+struct Measured {
+    mirrored_after: Duration,
+    slowest_change: Duration,
+    /// In MB.
+    peak_memory: f64,
+}
+
+impl Measured {
+    /// Fails if a figure is above its limit.
+    fn check(&self, args: &Args) -> anyhow::Result<()> {
+        let max_mirror_time = in_proportion(args.max_mirror_time, args.services.get());
+        ensure!(
+            self.mirrored_after <= max_mirror_time,
+            "the Services were mirrored after {:.2?}; the limit is {max_mirror_time:.2?}",
+            self.mirrored_after
+        );
+        ensure!(
+            self.slowest_change <= args.max_change_time,
+            "a change took {:.2?}; the limit is {:.2?}",
+            self.slowest_change,
+            args.max_change_time
+        );
+        ensure!(
+            self.peak_memory <= f64::from(args.max_memory),
+            "the service mirror used {:.1} MB; the limit is {} MB",
+            self.peak_memory,
+            args.max_memory
+        );
+        Ok(())
+    }
+}
+
+/// The time for this number of Services, from the time for 1000, which is also that for fewer.
+fn in_proportion(time: Duration, n_services: usize) -> Duration {
+    time.mul_f64((n_services as f64 / 1000.).max(1.))
 }
 
 /// The n-th change, of the n-th Service.
@@ -387,9 +441,51 @@ const LINK_NAMESPACE: &str = "linkerd-multicluster";
 const EXPORTED: &str = "mirror.linkerd.io/exported";
 const PORT: u64 = 80;
 const OTHER_PORT: u64 = 81;
-/// Maximum time until 1000 Services are mirrored, and the maximum for fewer ones. More may take longer in proportion.
+/// Maximum time to wait until 1000 Services are mirrored, or fewer. It is longer than the limit of a figure, so that a run shows how far
+/// it is above this limit.
 const MIRROR_TIMEOUT: Duration = Duration::from_secs(60);
 /// The default of the service mirror for the time between two comparisons of all mirrors.
 const REFRESH_PERIOD: Duration = Duration::from_secs(60);
 /// Maximum time between two changes of mirrors.
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(30);
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    #[test]
+    fn figures_above_their_limits_are_errors() {
+        let parse = |services: &str| {
+            let line = ["x", "--kubeconfig=a", "--remote-kubeconfig=b", "--services", services];
+            Line::parse_from(line).args
+        };
+        let millis = Duration::from_millis;
+        for (services, mirrored_after, slowest_change, peak_memory, expected) in [
+            ("1000", 20_000, 1_000, 60., None),
+            ("10", 20_001, 0, 0., Some("after 20.00s; the limit is 20.00s")),
+            ("2000", 40_000, 0, 0., None),
+            ("2000", 40_001, 0, 0., Some("the limit is 40.00s")),
+            ("1000", 0, 1_001, 0., Some("a change took 1.00s; the limit is 1.00s")),
+            ("1000", 0, 0, 60.1, Some("60.1 MB; the limit is 60 MB")),
+        ] {
+            let measured = Measured {
+                mirrored_after: millis(mirrored_after),
+                slowest_change: millis(slowest_change),
+                peak_memory,
+            };
+            let error = measured.check(&parse(services)).err().map(|error| error.to_string());
+            match expected {
+                None => assert_eq!(error, None),
+                Some(text) => assert!(error.as_ref().is_some_and(|error| error.contains(text)), "{error:?}"),
+            }
+        }
+    }
+}
