@@ -6,12 +6,14 @@
 use std::env;
 use std::time::Duration;
 
-use anyhow::ensure;
+use anyhow::{Context as _, ensure};
+use nix::sys::signal::{Signal, kill};
+use serde_json::Value;
 use tokio::time::{Instant, sleep};
 use tulle_bench::load::stats::Report;
 use tulle_tests::cluster::Cut;
 use tulle_tests::linked_clusters::{CLIENT, LinkedClusters, NAMESPACE, responding_clusters, tulle};
-use tulle_tests::meshed::{MeshedCluster, assert_all_ok};
+use tulle_tests::meshed::{MeshedCluster, assert_all_ok, find_process};
 
 /// Requests to the mirror, through the gateway.
 pub(super) const GATEWAY: &str = "http://web-east:80/echo --rate=500 --body-size=200";
@@ -24,6 +26,13 @@ const FEDERATED: &str = "http://web-federated:80/echo --rate=500 --body-size=200
 /// Requests fail that are in flight, or that are sent before the proxy notices the cut. It notices the cut within 400 ms if the
 /// peak latency was 200 ms, and within 40 ms without other load.
 const MAX_FAILED_REQUESTS_AT_CUT: [u64; 2] = [100, 25];
+
+/// Maximum number of requests that may fail when a gateway is killed: those that it serves at that moment. In a default run, and in a
+/// full run.
+const MAX_FAILED_REQUESTS_AT_KILL: [u64; 2] = [50, 10];
+
+/// The names of the processes of proxies: of tulle's, and of Linkerd's.
+const PROXY_PROGRAMS: [&str; 2] = ["tulle-proxy", "linkerd2-proxy"];
 
 /// Three failed probes, one each 3 s, and the time until the gateway's pods have ended.
 const MAX_UNREPORTED: Duration = Duration::from_secs(12);
@@ -43,13 +52,12 @@ pub(super) async fn no_request_is_lost(linked: &LinkedClusters) {
         .await
         .unwrap();
 
-    let killed = Box::pin(async {
-        let pod = &linked.east.pods(NAMESPACE, "app=linkerd-gateway").await?[0];
-        let delete = format!("delete pod -n {NAMESPACE} {pod} --force --grace-period=0");
-        linked.east.kubectl(&delete).await?;
-        wait_for_rollout(&linked.east, NAMESPACE, "linkerd-gateway").await
-    });
-    load_during(linked, "a gateway killed", GATEWAY, 10, killed).await;
+    let killed = Box::pin(kill_process(&linked.east, "app=linkerd-gateway", &PROXY_PROGRAMS));
+    let (report, _) = run_during(linked, "a gateway killed", GATEWAY, 10, killed).await;
+    assert!(
+        report.failed <= MAX_FAILED_REQUESTS_AT_KILL[usize::from(full)],
+        "a gateway killed: {report:?}"
+    );
     let rollout = Box::pin(async {
         linked
             .east
@@ -58,12 +66,10 @@ pub(super) async fn no_request_is_lost(linked: &LinkedClusters) {
         wait_for_rollout(&linked.east, NAMESPACE, "linkerd-gateway").await
     });
     load_during(linked, "a rollout of the gateway", GATEWAY, 10, rollout).await;
-    let killed = Box::pin(async {
-        let delete = format!("delete pod -n {NAMESPACE} -l component=controller --force --grace-period=0");
-        linked.west.kubectl(&delete).await?;
-        wait_for_rollout(&linked.west, NAMESPACE, "controller-east").await
-    });
-    load_during(linked, "the service mirror killed", GATEWAY, 10, killed).await;
+    for target in [GATEWAY, FEDERATED] {
+        let killed = Box::pin(kill_process(&linked.west, "component=controller", &["tulle-control"]));
+        load_during(linked, "the service mirror killed", target, 5, killed).await;
+    }
     let seconds = if full { 30 } else { 10 };
     let cut = Box::pin(async {
         linked.network.cut(Cut::All)?;
@@ -92,19 +98,21 @@ pub(super) async fn no_request_is_lost(linked: &LinkedClusters) {
 async fn run_long_disturbances(linked: &LinkedClusters) {
     no_request_is_lost_while_servers_scale(linked).await;
     an_absent_gateway_is_reported(linked).await;
-    let gone = Box::pin(async {
-        linked
-            .east
-            .kubectl("scale deploy --all -n linkerd --replicas=0")
-            .await?;
-        sleep(Duration::from_secs(60)).await;
-        linked
-            .east
-            .kubectl("scale deploy --all -n linkerd --replicas=1")
-            .await?;
-        linked.east.wait_for_control_plane().await
-    });
-    load_during(linked, "control plane of east gone for 60 s", GATEWAY, 60, gone).await;
+    for target in [GATEWAY, FEDERATED] {
+        let gone = Box::pin(async {
+            linked
+                .east
+                .kubectl("scale deploy --all -n linkerd --replicas=0")
+                .await?;
+            sleep(Duration::from_secs(60)).await;
+            linked
+                .east
+                .kubectl("scale deploy --all -n linkerd --replicas=1")
+                .await?;
+            linked.east.wait_for_control_plane().await
+        });
+        load_during(linked, "control plane of east gone for 60 s", target, 60, gone).await;
+    }
     for target in [GATEWAY, FEDERATED] {
         let relinked = Box::pin(async {
             linked.west.kubectl(&format!("delete link -n {NAMESPACE} east")).await?;
@@ -270,6 +278,42 @@ async fn rotate_credentials(linked: &LinkedClusters) -> anyhow::Result<()> {
             .await?;
     }
     Ok(())
+}
+
+/// Kills one of these programs in the first pod that the selector selects, by a signal that it cannot handle, and waits until its
+/// container runs again and the pod is ready.
+async fn kill_process(cluster: &MeshedCluster, selector: &str, programs: &[&str]) -> anyhow::Result<()> {
+    let pods = cluster.pods(NAMESPACE, selector).await?;
+    let pod = pods.first().context("no pod")?;
+    let before = count_restarts(&pod_status(cluster, pod).await?);
+    let hostname = format!("HOSTNAME={pod}\0");
+    let process = find_process(&format!("{programs:?} of pod {pod}"), |read| {
+        programs.contains(&read("comm").trim()) && read("environ").contains(&hostname)
+    })?;
+    kill(process, Signal::SIGKILL)?;
+    let runs_again = async || {
+        let status = pod_status(cluster, pod).await?;
+        let mut conditions = status["conditions"].as_array().into_iter().flatten();
+        let is_ready = conditions.any(|condition| condition["type"] == "Ready" && condition["status"] == "True");
+        ensure!(is_ready && count_restarts(&status) > before, "{status}");
+        Ok(())
+    };
+    let what = format!("pod {pod} is ready again");
+    cluster.cluster.wait_until(&what, runs_again).await
+}
+
+async fn pod_status(cluster: &MeshedCluster, pod: &str) -> anyhow::Result<Value> {
+    let get = format!("get pod -n {NAMESPACE} {pod} -o jsonpath={{.status}}");
+    Ok(serde_json::from_str(&cluster.kubectl(&get).await?)?)
+}
+
+/// The restarts of all containers of a pod.
+fn count_restarts(status: &Value) -> u64 {
+    let lists = ["containerStatuses", "initContainerStatuses"].map(|list| status[list].as_array());
+    let containers = lists.into_iter().flatten().flatten();
+    containers
+        .filter_map(|container| container["restartCount"].as_u64())
+        .sum()
 }
 
 /// Runs load during a disturbance, and asserts that no request failed.
