@@ -72,10 +72,7 @@ pub(super) fn expires_at(kubeconfig: &Kubeconfig, text: &str) -> Option<u64> {
     let found = credentials.users.iter().find(|named| named.name == user)?;
     let token = found.user.token.as_deref().and_then(jwt_expiry);
     let certificate = found.user.client_certificate_data.as_deref();
-    token
-        .into_iter()
-        .chain(certificate.and_then(certificate_expiry))
-        .min()
+    token.into_iter().chain(certificate.and_then(certificate_expiry)).min()
 }
 
 /// The credentials of a kubeconfig. kube's type does not expose tokens.
@@ -169,7 +166,8 @@ mod tests {
             ("theirs", json!({"token": token(before)}), Some(1)),
             ("absent", json!({"token": token(before)}), None),
         ] {
-            let context = |name: &str| json!({"name": name, "context": {"cluster": "c", "user": format!("user-{name}")}});
+            let context =
+                |name: &str| json!({"name": name, "context": {"cluster": "c", "user": format!("user-{name}")}});
             let named = |name: &str, user: &Value| json!({"name": format!("user-{name}"), "user": user});
             let text = json!({
                 "current-context": current, "contexts": [context("theirs"), context("mine")],

@@ -285,10 +285,12 @@ impl Controller {
         let label = ("target_cluster_name", link.cluster.clone());
         let mut report = ExpiryReport::new(expires_at, self.metrics.credentials_expiry.clone(), label);
         let warn = |hours: u64| {
-            let message = format!("the credentials in the Secret {secret} expire in {hours} hours; create the Secret again");
+            let message =
+                format!("the credentials in the Secret {secret} expire in {hours} hours; create the Secret again");
             warn!(link = link.name, "{message}");
             if let Some(object) = local.link_object(&link.name) {
-                self.link_events.record(&object, LinkProblem::CredentialsExpire, &message);
+                self.link_events
+                    .record(&object, LinkProblem::CredentialsExpire, &message);
             }
         };
         report.run(warn).await

@@ -335,7 +335,11 @@ mod tests {
         }
         let link = parse_with(json!({"gatewayAddress": "192.0.2.7", "gatewayPort": "4143"})).unwrap();
         assert_eq!(link.gateway.unwrap().identity, None);
-        assert!(link.warnings[0].contains("gatewayIdentity is empty"), "{:?}", link.warnings);
+        assert!(
+            link.warnings[0].contains("gatewayIdentity is empty"),
+            "{:?}",
+            link.warnings
+        );
     }
 
     #[test]

@@ -107,13 +107,19 @@ mod tests {
         }))
         .unwrap();
         events.record_warnings(&object, &Link::parse(&object).unwrap().warnings);
-        for text in ["period \"soon\" is not a duration; 3s is used", "failureThreshold \"0\""] {
+        for text in [
+            "period \"soon\" is not a duration; 3s is used",
+            "failureThreshold \"0\"",
+        ] {
             let (path, event) = tokio::select! {
                 request = requests.recv() => request.unwrap(),
                 never = publisher.publish() => match never {},
             };
             assert_eq!(path, "/apis/events.k8s.io/v1/namespaces/linkerd-multicluster/events");
-            assert_eq!((&event["reason"], &event["type"]), (&json!("InvalidSetting"), &json!("Warning")));
+            assert_eq!(
+                (&event["reason"], &event["type"]),
+                (&json!("InvalidSetting"), &json!("Warning"))
+            );
             let regarding = json!({
                 "apiVersion": "multicluster.linkerd.io/v1alpha3", "kind": "Link", "name": "east",
                 "namespace": "linkerd-multicluster", "uid": "u",

@@ -184,7 +184,11 @@ impl WatchTable {
             ended.push(name);
         }
         let forgotten = self.turns.extract_if(|name, _| !wanted.contains(name));
-        ended.extend(forgotten.map(|(name, _)| name).filter(|name| !self.watched.contains_key(name)));
+        ended.extend(
+            forgotten
+                .map(|(name, _)| name)
+                .filter(|name| !self.watched.contains_key(name)),
+        );
         ended
     }
 
@@ -382,7 +386,10 @@ mod tests {
 
         // The names come before `east`, so they have the first turn.
         sleep(Duration::from_secs(5)).await;
-        assert_eq!((n_lists("east"), requests.lock().0.len()), (0, MAX_WATCHES_WITHOUT_SECRET));
+        assert_eq!(
+            (n_lists("east"), requests.lock().0.len()),
+            (0, MAX_WATCHES_WITHOUT_SECRET)
+        );
         assert!(matches!(clusters.remote.get("east"), RemoteCluster::Pending { .. }));
 
         sleep(Duration::from_secs(200)).await;
@@ -400,6 +407,9 @@ mod tests {
         sleep(UNREFERENCED_GRACE_PERIOD + Duration::from_secs(1)).await;
         let n_open_in_total: usize = requests.lock().1.values().sum();
         assert_eq!((n_open_in_total, n_open("east")), (1, 1));
-        assert!(matches!(clusters.remote.get("a0"), RemoteCluster::Pending { .. }), "the default");
+        assert!(
+            matches!(clusters.remote.get("a0"), RemoteCluster::Pending { .. }),
+            "the default"
+        );
     }
 }

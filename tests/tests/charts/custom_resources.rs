@@ -445,17 +445,41 @@ const INVALID_LINKS: [(&str, &str); 17] = [
     ("{targetClusterName: 'a,b'}", "must be a DNS label"),
     ("{targetClusterName: a-}", "must be a DNS label"),
     ("{gatewayAddress: a, gatewayIdentity: a}", "gatewayPort of a Link"),
-    ("{gatewayAddress: a, gatewayPort: http, gatewayIdentity: a}", "gatewayPort of a Link"),
-    ("{gatewayAddress: a, gatewayPort: '0', gatewayIdentity: a}", "gatewayPort of a Link"),
-    ("{gatewayAddress: a, gatewayPort: '65536', gatewayIdentity: a}", "gatewayPort of a Link"),
+    (
+        "{gatewayAddress: a, gatewayPort: http, gatewayIdentity: a}",
+        "gatewayPort of a Link",
+    ),
+    (
+        "{gatewayAddress: a, gatewayPort: '0', gatewayIdentity: a}",
+        "gatewayPort of a Link",
+    ),
+    (
+        "{gatewayAddress: a, gatewayPort: '65536', gatewayIdentity: a}",
+        "gatewayPort of a Link",
+    ),
     ("{gatewayAddress: a, gatewayPort: '4143'}", "gatewayIdentity of a Link"),
     ("{probeSpec: {path: /ready}}", "port of a probe"),
     ("{probeSpec: {path: /ready, port: http}}", "port of a probe"),
-    ("{probeSpec: {path: /ready, port: '1', period: 0s}}", "period of a probe"),
-    ("{probeSpec: {path: /ready, port: '1', timeout: soon}}", "timeout of a probe"),
-    ("{probeSpec: {path: /ready, port: '1', timeout: 0ms}}", "timeout of a probe"),
-    ("{probeSpec: {path: /ready, port: '1', failureThreshold: '-1'}}", "failureThreshold of a probe"),
-    ("{selector: {matchExpressions: [{key: a, operator: In}]}}", "In and NotIn need values"),
+    (
+        "{probeSpec: {path: /ready, port: '1', period: 0s}}",
+        "period of a probe",
+    ),
+    (
+        "{probeSpec: {path: /ready, port: '1', timeout: soon}}",
+        "timeout of a probe",
+    ),
+    (
+        "{probeSpec: {path: /ready, port: '1', timeout: 0ms}}",
+        "timeout of a probe",
+    ),
+    (
+        "{probeSpec: {path: /ready, port: '1', failureThreshold: '-1'}}",
+        "failureThreshold of a probe",
+    ),
+    (
+        "{selector: {matchExpressions: [{key: a, operator: In}]}}",
+        "In and NotIn need values",
+    ),
     (
         "{remoteDiscoverySelector: {matchExpressions: [{key: a, operator: Exists, values: [b]}]}}",
         "Exists and DoesNotExist have none",
