@@ -31,8 +31,8 @@ enum ServiceName {
     ProxyInjector,
     /// Golden metrics and taps of workloads, on port 8089; without Kubernetes on loopback only.
     Telemetry,
-    /// Mirrors of the exported Services of another cluster (--link-name is its Link), or, with --local-mirror, the federated
-    /// Services of this cluster. Only on Kubernetes.
+    /// Mirrors of the exported Services of other clusters, those of all Links (--all-links) or of one (--link-name), or, with
+    /// --local-mirror, the federated Services of this cluster. Only on Kubernetes.
     ServiceMirror,
     /// Destination, identity, policy and telemetry in one process.
     AllInOne,
@@ -129,7 +129,8 @@ fn convert_link_argument(line: &mut [OsString]) {
 const SERVICE_MIRROR: &str = "service-mirror";
 
 /// Boolean flags of the service mirror. Without a value they are true, so the next argument is not their value.
-const MIRROR_BOOLEAN_FLAGS: [&str; 4] = [
+const MIRROR_BOOLEAN_FLAGS: [&str; 5] = [
+    "--all-links",
     "--enable-headless-services",
     "--enable-namespace-creation",
     "--enable-pprof",
@@ -247,8 +248,17 @@ mod tests {
             assert!(command.services().service_mirror);
             assert_eq!(command.flags.mirror.link_name.as_deref(), Some("east"), "{line}");
         }
-        let local = parse("service-mirror -local-mirror").unwrap();
-        assert_eq!(local.flags.mirror.link_name, None);
+        for without_name in [
+            "service-mirror -local-mirror",
+            "service-mirror -all-links",
+            "service-mirror -all-links -excluded-links east,west",
+        ] {
+            let command = parse(without_name).unwrap();
+            assert_eq!(command.flags.mirror.link_name, None, "{without_name}");
+        }
+        for two_scopes in ["-local-mirror east", "-all-links east", "-all-links -local-mirror"] {
+            assert!(parse(&format!("service-mirror {two_scopes}")).is_err(), "{two_scopes}");
+        }
         assert!(parse("destination east").is_err());
     }
 

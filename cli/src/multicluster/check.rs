@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 use tulle_core::duration;
 
-use super::check_state::{self, LinkState, MulticlusterState};
+use super::check_state::{self, Controller, LinkState, MulticlusterState};
 use super::check_trust::{self, Finding};
 use crate::check::problem::{CheckResult, Problem, error, listing, warning};
 use crate::check::report::{self, CategoryReport, CheckReport};
@@ -315,7 +315,7 @@ fn controllers_have_permissions(links: &[LinkState], state: &MulticlusterState) 
         |lines| {
             error(
                 listing("controllers without their account or permissions:", lines),
-                install_controllers(links, state),
+                install_service_mirror(state),
             )
         },
     )
@@ -324,10 +324,13 @@ fn controllers_have_permissions(links: &[LinkState], state: &MulticlusterState) 
 fn controllers_run(links: &[LinkState], state: &MulticlusterState) -> CheckResult {
     let controllers = listed_objects("Deployments", &state.controllers)?;
     let lines = links.iter().filter_map(|link| {
-        let found = controllers
-            .iter()
-            .filter(|controller| controller.link_name == link.name);
-        let found: Vec<_> = found.collect();
+        let own = |controller: &&Controller| controller.link_name.as_ref() == Some(&link.name);
+        let for_all =
+            |controller: &&Controller| controller.link_name.is_none() && controller.namespace == link.namespace;
+        let mut found: Vec<_> = controllers.iter().filter(own).collect();
+        if found.is_empty() {
+            found.extend(controllers.iter().filter(for_all));
+        }
         match &found[..] {
             [controller] if controller.available > 0 => None,
             [controller] => Some(format!(
@@ -341,50 +344,38 @@ fn controllers_run(links: &[LinkState], state: &MulticlusterState) -> CheckResul
     fail_unless_empty(lines.collect(), |lines| {
         error(
             listing("Links without exactly one running controller:", lines),
-            install_controllers(links, state),
+            install_service_mirror(state),
         )
     })
 }
 
-/// The fix that installs a controller for each Link, except for those that have one of the command `link`. The installation of the
-/// extension has the controllers and the gateway that its values say, so it needs all of them.
-fn install_controllers(links: &[LinkState], state: &MulticlusterState) -> String {
-    let has_legacy_controller = |link: &LinkState| {
-        let mut controllers = state.controllers.iter().flatten();
-        controllers.any(|controller| controller.is_legacy && controller.link_name == link.name)
-    };
-    let entries = links.iter().filter(|link| !has_legacy_controller(link)).map(|link| {
-        let gateway = if link.has_gateway {
-            ""
-        } else {
-            ", gateway: {enabled: false}"
-        };
-        format!("{{link: {{ref: {{name: {}}}}}{gateway}}}", link.name)
-    });
-    let entries = entries.collect::<Vec<_>>().join(", ");
+/// The fix that installs the service mirror for all Links. The extension has a gateway only if it is installed with one.
+fn install_service_mirror(state: &MulticlusterState) -> String {
     let (gateway, hint) = match state.has_gateway {
         Ok(true) => ("", ""),
         Ok(false) => (" --gateway=false", ""),
         Err(_) => ("", ", and with --gateway=false if this cluster has no gateway"),
     };
     format!(
-        "echo 'controllers: [{entries}]' > controllers.yaml, and `tulle multicluster install{gateway} -f controllers.yaml | kubectl \
-         apply -f -` with the other values of the installation{hint}; if Helm installed it, `helm upgrade --reuse-values -f \
-         controllers.yaml`"
+        "`tulle multicluster install{gateway} --set serviceMirror.enabled=true | kubectl apply -f -` with the other values of the \
+         installation{hint}"
     )
 }
 
 fn controllers_are_managed(links: &[LinkState], state: &MulticlusterState) -> CheckResult {
     let controllers = listed_objects("Deployments", &state.controllers)?;
-    let legacy = controllers
-        .iter()
-        .filter(|controller| controller.is_legacy && links.iter().any(|link| link.name == controller.link_name));
-    let lines = legacy.map(|controller| format!("{}: Deployment {}", controller.link_name, controller.name));
+    let legacy = controllers.iter().filter(|controller| controller.is_legacy);
+    let lines = legacy.filter_map(|controller| {
+        let link = links
+            .iter()
+            .find(|link| controller.link_name.as_ref() == Some(&link.name))?;
+        Some(format!("{}: Deployment {}", link.name, controller.name))
+    });
     fail_unless_empty(lines.collect(), |lines| {
         warning(
             listing("controllers that the deprecated command `link` created:", lines),
-            "add each Link to `controllers` of the chart, and then: tulle multicluster unlink --cluster-name NAME \
-             --only-controller | kubectl delete -f -",
+            "install the service mirror for all Links (serviceMirror.enabled of the chart), and then: tulle multicluster unlink \
+             --cluster-name NAME --only-controller | kubectl delete -f -",
         )
     })
 }
@@ -397,7 +388,8 @@ fn probe_services_are_valid(links: &[LinkState], state: &MulticlusterState) -> C
     fail_unless_empty(failure_lines(links, failure), |lines| {
         error(
             listing("gateways that are not probed, and count as alive:", lines),
-            install_controllers(links, state),
+            "kubectl logs -n linkerd-multicluster deploy/linkerd-service-mirror (it creates a missing Service; one without the port \
+             is not changed), or, for a Link of `controllers`, install the chart again",
         )
     })
 }

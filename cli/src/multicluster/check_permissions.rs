@@ -2,7 +2,7 @@
 
 use anyhow::ensure;
 
-use super::extension::{LOCAL_ACCESS_OF_CHART, LegacyController, find_object};
+use super::extension::{LOCAL_ACCESS_OF_CHART, LegacyController, RBAC, SERVICE_MIRROR, find_object};
 use crate::kubernetes::Cluster;
 
 /// Names of the objects that give a controller its permissions.
@@ -24,6 +24,16 @@ impl ObjectNames {
         }
     }
 
+    /// The names of the service mirror for all Links.
+    fn of_service_mirror() -> Self {
+        Self {
+            account: SERVICE_MIRROR.to_owned(),
+            cluster_role: LOCAL_ACCESS_OF_CHART.to_owned(),
+            cluster_role_binding: format!("{SERVICE_MIRROR}-access-local-resources"),
+            role: SERVICE_MIRROR.to_owned(),
+        }
+    }
+
     /// The names of the deprecated command `link`.
     fn of_legacy_controller(link: &str) -> Self {
         let names = LegacyController::new(link);
@@ -36,16 +46,23 @@ impl ObjectNames {
     }
 }
 
-/// Checks that the objects exist which the chart creates for the controller of a Link, or those which `link` creates.
+/// Checks that the objects exist which the chart creates for the controller of a Link or for the service mirror of all Links, or
+/// those which `link` creates.
 ///
 /// # Errors
-/// Fails if objects are missing in both cases, with those of the case in which fewer are missing.
+/// Fails if objects are missing in all cases, with those of the case in which the fewest are missing.
 pub(super) async fn check(cluster: &Cluster, link: &str, namespace: &str) -> anyhow::Result<()> {
     let mut missing = missing_objects(cluster, &ObjectNames::of_chart(link), namespace).await?;
-    if !missing.is_empty() {
-        let of_legacy = missing_objects(cluster, &ObjectNames::of_legacy_controller(link), namespace).await?;
-        if of_legacy.len() < missing.len() {
-            missing = of_legacy;
+    for names in [
+        ObjectNames::of_service_mirror(),
+        ObjectNames::of_legacy_controller(link),
+    ] {
+        if missing.is_empty() {
+            break;
+        }
+        let of_other = missing_objects(cluster, &names, namespace).await?;
+        if of_other.len() < missing.len() {
+            missing = of_other;
         }
     }
     ensure!(missing.is_empty(), "there is no {}", missing.join(", no "));
@@ -53,7 +70,6 @@ pub(super) async fn check(cluster: &Cluster, link: &str, namespace: &str) -> any
 }
 
 async fn missing_objects(cluster: &Cluster, names: &ObjectNames, namespace: &str) -> anyhow::Result<Vec<String>> {
-    const RBAC: &str = "rbac.authorization.k8s.io/v1";
     let namespace = Some(namespace);
     let mut missing = Vec::new();
     for (api_version, kind, namespace, name) in [
@@ -110,6 +126,13 @@ mod tests {
 
     #[tokio::test]
     async fn the_permissions_are_those_of_the_chart_or_of_the_deprecated_command() {
+        check_with(&[
+            "linkerd-service-mirror",
+            "linkerd-multicluster-controller-access-local-resources",
+            "linkerd-service-mirror-access-local-resources",
+        ])
+        .await
+        .unwrap();
         check_with(&[
             "controller-east",
             "linkerd-multicluster-controller-access-local-resources",

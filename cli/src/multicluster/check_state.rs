@@ -18,7 +18,8 @@ use tulle_core::names::{annotation, label};
 
 use super::check_trust::{self, ClusterTrust};
 use super::extension::{
-    self, CONTROLLER_SELECTOR, CREDENTIALS_SECRET_TYPE, EXTENSION_SELECTOR, LegacyController, links, target_cluster,
+    self, CONTROLLER_SELECTOR, CREDENTIALS_SECRET_TYPE, EXTENSION_SELECTOR, LegacyController, SERVICE_MIRROR, links,
+    target_cluster,
 };
 use super::gateways::{self, Probes};
 use super::{check_permissions, check_routes};
@@ -73,8 +74,10 @@ pub(super) struct DiscoverySecret {
 
 /// The Deployment of a service mirror.
 pub(super) struct Controller {
+    pub(super) namespace: String,
     pub(super) name: String,
-    pub(super) link_name: String,
+    /// `None` if it mirrors the clusters of all Links of its namespace that have no controller of their own.
+    pub(super) link_name: Option<String>,
     pub(super) available: i32,
     /// Whether the deprecated command `link` created it.
     pub(super) is_legacy: bool,
@@ -322,25 +325,28 @@ async fn read_secret(cluster: &Cluster, namespace: &str, name: &str) -> anyhow::
 }
 
 async fn controllers(cluster: &Cluster) -> Result<Vec<Controller>, kube::Error> {
-    let link_controllers = format!("{CONTROLLER_SELECTOR},{}", label::MIRRORED_CLUSTER);
     let api: Api<Deployment> = Api::all(cluster.client.clone());
     let found = cluster
-        .list(&api, &ListParams::default().labels(&link_controllers))
+        .list(&api, &ListParams::default().labels(CONTROLLER_SELECTOR))
         .await?;
-    let controller = |deployment: Deployment| Controller {
-        name: deployment.name_any(),
-        link_name: deployment
-            .labels()
-            .get(label::MIRRORED_CLUSTER)
-            .cloned()
-            .unwrap_or_default(),
-        is_legacy: deployment.labels().get("component").map(String::as_str) != Some("controller"),
-        available: deployment
-            .status
-            .and_then(|status| status.available_replicas)
-            .unwrap_or_default(),
+    let controller = |deployment: Deployment| {
+        let link_name = deployment.labels().get(label::MIRRORED_CLUSTER).cloned();
+        let is_of_chart = deployment.labels().get("component").map(String::as_str) == Some("controller");
+        Controller {
+            namespace: deployment.namespace().unwrap_or_default(),
+            name: deployment.name_any(),
+            is_legacy: link_name.is_some() && !is_of_chart,
+            link_name,
+            available: deployment
+                .status
+                .and_then(|status| status.available_replicas)
+                .unwrap_or_default(),
+        }
     };
-    Ok(found.into_iter().map(controller).collect())
+    // Deployments of other programs can have these labels, too.
+    let controllers = found.into_iter().map(controller);
+    let controllers = controllers.filter(|found| found.link_name.is_some() || found.name == SERVICE_MIRROR);
+    Ok(controllers.collect())
 }
 
 async fn has_gateway(cluster: &Cluster) -> Result<bool, kube::Error> {

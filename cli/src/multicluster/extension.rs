@@ -5,6 +5,8 @@ use k8s_openapi::api::core::v1::Namespace;
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
 use kube::{Api, ResourceExt as _};
 use serde_json::{Value, json};
+use tulle_control::kubernetes::remote_credentials::secret_name;
+use tulle_core::names::label;
 
 use crate::kubernetes::{Cluster, reason};
 
@@ -18,8 +20,13 @@ pub(super) const PROBE_SERVICE_PREFIX: &str = "probe-gateway-";
 /// The type of Secrets with credentials for another cluster.
 pub(super) const CREDENTIALS_SECRET_TYPE: &str = "mirror.linkerd.io/remote-kubeconfig";
 
-/// The role that all controllers of the chart share.
+/// The Deployment and the account of the service mirror for all Links.
+pub(super) const SERVICE_MIRROR: &str = "linkerd-service-mirror";
+/// The role that the service mirror and all controllers of the chart share.
 pub(super) const LOCAL_ACCESS_OF_CHART: &str = "linkerd-multicluster-controller-access-local-resources";
+
+/// The API version of Roles and their bindings.
+pub(super) const RBAC: &str = "rbac.authorization.k8s.io/v1";
 
 /// Names of the objects of a controller that `link` creates. They are those of Linkerd.
 pub(super) struct LegacyController {
@@ -84,6 +91,26 @@ pub(super) async fn namespace(cluster: &Cluster) -> anyhow::Result<Option<String
     Ok(found.first().map(kube::ResourceExt::name_any))
 }
 
+/// The Role and its RoleBinding by which the destination service may read the credentials for a linked cluster. They have the name
+/// of the Secret.
+pub(super) fn destination_permissions(cluster: &str, control_plane: &str) -> [Value; 2] {
+    let name = secret_name(cluster);
+    let metadata = json!({
+        "name": name, "namespace": control_plane, "labels": {label::EXTENSION: "multicluster"},
+    });
+    let rule =
+        json!({"apiGroups": [""], "resources": ["secrets"], "resourceNames": [name], "verbs": ["list", "watch"]});
+    let subject = json!({"kind": "ServiceAccount", "name": "linkerd-destination", "namespace": control_plane});
+    [
+        json!({"apiVersion": RBAC, "kind": "Role", "metadata": metadata, "rules": [rule]}),
+        json!({
+            "apiVersion": RBAC, "kind": "RoleBinding", "metadata": metadata,
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+            "subjects": [subject],
+        }),
+    ]
+}
+
 /// An object with only the fields that `kubectl delete` needs.
 pub(super) fn object_ref(api_version: &str, kind: &str, namespace: Option<&str>, name: &str) -> Value {
     let mut metadata = json!({"name": name});
@@ -114,4 +141,25 @@ pub(super) async fn find_object(
     let found = api.get_metadata_opt(name).await;
     let found = found.map_err(|error| anyhow!("reading {kind} {name}: {}", reason(&error)))?;
     Ok(found.map(|_| object_ref(api_version, kind, namespace, name)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_destination_service_may_read_the_credentials_for_one_cluster() {
+        let [role, binding] = destination_permissions("east", "linkerd");
+        let rule = json!({
+            "apiGroups": [""], "resources": ["secrets"], "resourceNames": ["cluster-credentials-east"],
+            "verbs": ["list", "watch"],
+        });
+        assert_eq!(role["rules"], json!([rule]));
+        for object in [&role, &binding] {
+            assert_eq!(object["metadata"]["name"], "cluster-credentials-east");
+            assert_eq!(object["metadata"]["namespace"], "linkerd");
+        }
+        assert_eq!(binding["roleRef"]["name"], role["metadata"]["name"]);
+        assert_eq!(binding["subjects"][0]["name"], "linkerd-destination");
+    }
 }

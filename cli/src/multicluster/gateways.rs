@@ -1,6 +1,6 @@
 //! `tulle multicluster gateways`: reads the state of the gateways from the metrics of the service mirrors.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
@@ -56,8 +56,8 @@ struct Gateway {
 
 /// The gateways in the metrics of a service mirror.
 struct ControllerMetrics {
-    /// The name of its Link.
-    link: String,
+    /// The names of the Links whose leases it holds.
+    links: Vec<String>,
     /// The reason if the metrics were not read.
     gateways: Result<Vec<Gateway>, String>,
 }
@@ -145,7 +145,8 @@ pub(super) async fn read_probes(cluster: &Cluster, limit: Duration) -> Result<Pr
                 probes.alive.extend(alive);
             }
             Err(cause) => {
-                probes.failures.insert(controller.link, cause);
+                let failures = controller.links.into_iter().map(|link| (link, cause.clone()));
+                probes.failures.extend(failures);
             }
         }
     }
@@ -156,11 +157,13 @@ pub(super) async fn read_probes(cluster: &Cluster, limit: Duration) -> Result<Pr
 async fn fetch_gateways(cluster: &Cluster, limit: Duration) -> anyhow::Result<Vec<ControllerMetrics>> {
     let pods = timeout(limit, leading_pods(cluster)).await;
     let pods = pods.map_err(|_elapsed| anyhow!("the controllers were not found within {limit:?}"))??;
-    let controllers = pods.iter().map(|pod| fetch_controller(cluster, pod, limit));
+    let controllers = pods
+        .iter()
+        .map(|(pod, links)| fetch_controller(cluster, pod, links, limit));
     Ok(join_all(controllers).await)
 }
 
-async fn fetch_controller(cluster: &Cluster, pod: &Pod, limit: Duration) -> ControllerMetrics {
+async fn fetch_controller(cluster: &Cluster, pod: &Pod, links: &[String], limit: Duration) -> ControllerMetrics {
     let page = match timeout(limit, fetch_metrics(cluster, pod, limit)).await {
         Ok(page) => page.map_err(|error| format!("{error:#}")),
         Err(_) => {
@@ -171,25 +174,28 @@ async fn fetch_controller(cluster: &Cluster, pod: &Pod, limit: Duration) -> Cont
         }
     };
     ControllerMetrics {
-        link: pod.labels().get(label::MIRRORED_CLUSTER).cloned().unwrap_or_default(),
+        links: links.to_vec(),
         gateways: page.map(|page| parse_gateways(&page).collect()),
     }
 }
 
-/// The pods of service mirrors that hold the lease of a Link.
-async fn leading_pods(cluster: &Cluster) -> anyhow::Result<Vec<Pod>> {
+/// The pods of service mirrors that hold leases of Links, each with the names of these Links.
+async fn leading_pods(cluster: &Cluster) -> anyhow::Result<Vec<(Pod, Vec<String>)>> {
     let namespace = extension::namespace(cluster).await?;
     let namespace = namespace.context(
         "the multicluster extension is not installed (no namespace has the label linkerd.io/extension=multicluster); \
          `tulle multicluster install` prints its manifests",
     )?;
-    let leaders = leaders(cluster, &namespace).await?;
+    let mut leaders = leaders(cluster, &namespace).await?;
     let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &namespace);
     let pods = cluster
         .list(&pods, &ListParams::default().labels(CONTROLLER_SELECTOR))
         .await;
     let pods = pods.map_err(|error| anyhow!("listing pods of {namespace}: {}", reason(&error)))?;
-    let leading = pods.into_iter().filter(|pod| leaders.contains(&pod.name_any()));
+    let leading = pods.into_iter().filter_map(|pod| {
+        let links = leaders.remove(&pod.name_any())?;
+        Some((pod, links))
+    });
     Ok(leading.collect())
 }
 
@@ -210,15 +216,21 @@ fn parse_gateways(page: &str) -> impl Iterator<Item = Gateway> {
     })
 }
 
-/// The pods that hold the lease of a Link.
-async fn leaders(cluster: &Cluster, namespace: &str) -> anyhow::Result<BTreeSet<String>> {
+/// The names of the Links whose leases each pod holds.
+async fn leaders(cluster: &Cluster, namespace: &str) -> anyhow::Result<BTreeMap<String, Vec<String>>> {
     let leases: Api<Lease> = Api::namespaced(cluster.client.clone(), namespace);
     let leases = cluster.list(&leases, &ListParams::default()).await;
     let leases = leases.map_err(|error| anyhow!("listing Leases of {namespace}: {}", reason(&error)))?;
-    let link_leases = leases
-        .into_iter()
-        .filter(|lease| lease.name_any().contains("service-mirror-write"));
-    Ok(link_leases.filter_map(|lease| lease.spec?.holder_identity).collect())
+    let mut leaders = BTreeMap::<String, Vec<String>>::new();
+    for lease in leases {
+        let name = lease.name_any();
+        let link = name.strip_prefix("service-mirror-write-");
+        let holder = lease.spec.and_then(|spec| spec.holder_identity);
+        if let (Some(link), Some(holder)) = (link, holder) {
+            leaders.entry(holder).or_default().push(link.to_owned());
+        }
+    }
+    Ok(leaders)
 }
 
 async fn fetch_metrics(cluster: &Cluster, pod: &Pod, limit: Duration) -> anyhow::Result<String> {

@@ -248,7 +248,7 @@ In each cluster that exports Services or uses those of others:
 
   tulle multicluster install | kubectl apply -f -
 
-For each Link, a controller is needed, which has the name of the Link:
+The service mirror mirrors all Links. The Link east gets a controller of its own by:
 
   tulle multicluster install --set 'controllers[0].link.ref.name=east' | kubectl apply -f -";
 

@@ -44,9 +44,9 @@ pub(crate) struct LinkArgs {
 pub(crate) fn main(args: &LinkArgs, flags: &kubernetes::Flags) -> anyhow::Result<()> {
     let name = &args.link.cluster_name;
     eprintln!(
-        "tulle: `tulle multicluster link` is deprecated; use `tulle multicluster link-gen`, and let the chart tulle-multicluster \
-         install the controller, by an entry of its value `controllers`, such as `tulle multicluster install --set \
-         'controllers[0].link.ref.name={name}'`"
+        "tulle: `tulle multicluster link` is deprecated; use `tulle multicluster link-gen`: the service mirror of the chart \
+         tulle-multicluster mirrors all Links. A Link can have a controller of its own by an entry of the value `controllers`, such \
+         as `tulle multicluster install --set 'controllers[0].link.ref.name={name}'`"
     );
     check_args(args)?;
     let mut manifests = link_gen::link_manifests(&args.link, flags)?;
@@ -220,10 +220,11 @@ pub(super) const EXAMPLES: &str = "\
 Deprecated, and kept for scripts that use the command of Linkerd with this name. Use instead:
 
   tulle multicluster link-gen --context east --cluster-name east | kubectl --context west apply -f -
-  tulle multicluster install --context west --set 'controllers[0].link.ref.name=east' | kubectl --context west apply -f -
+
+The service mirror that `tulle multicluster install` prints mirrors all Links.
 
 Values of the chart tulle-multicluster (--set, --values) apply to the controller: those of controllerDefaults, and those of all pods \
-and objects. To replace a controller that this command has created by one of the chart, first remove it:
+and objects. To let the service mirror for all Links replace a controller that this command has created, remove the controller:
 
   tulle multicluster unlink --context west --cluster-name east --only-controller | kubectl --context west delete -f -";
 

@@ -17,7 +17,7 @@ use tulle_core::dns_names::is_dns_label;
 use tulle_core::duration;
 use tulle_core::names::{annotation, label};
 
-use super::extension::{CREDENTIALS_SECRET_TYPE, DEFAULT_NAMESPACE};
+use super::extension::{CREDENTIALS_SECRET_TYPE, DEFAULT_NAMESPACE, destination_permissions};
 use crate::install::manifests::{Output, format_manifests};
 use crate::kubernetes::{self, Cluster, reason};
 use crate::{config, runtime};
@@ -127,7 +127,9 @@ pub(super) fn link_manifests(args: &Args, flags: &kubernetes::Flags) -> anyhow::
         let cluster = flags.connect().await?;
         read_target(args, &cluster, &access).await
     })?;
-    manifests(args, &target, &flags.linkerd_namespace)
+    let mut manifests = manifests(args, &target, &flags.linkerd_namespace)?;
+    manifests.extend(destination_permissions(&args.cluster_name, &flags.linkerd_namespace));
+    Ok(manifests)
 }
 
 /// Parses the duration of a token, which is at least [`MIN_TOKEN_DURATION`], the minimum of Kubernetes.
@@ -497,8 +499,8 @@ Run it against the cluster that exports Services, and apply its output in the on
 
   tulle multicluster link-gen --context east --cluster-name east | kubectl --context west apply -f -
 
-Each Service of east with the label mirror.linkerd.io/exported=true gets a mirror <name>-east in west. The controller of the Link is \
-installed by the chart tulle-multicluster, with the name of the Link in `controllers`.";
+Each Service of east with the label mirror.linkerd.io/exported=true gets a mirror <name>-east in west, by the service mirror \
+that `tulle multicluster install` prints.";
 
 #[cfg(test)]
 mod tests {

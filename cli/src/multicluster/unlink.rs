@@ -9,7 +9,7 @@ use tulle_control::kubernetes::remote_credentials::secret_name;
 use tulle_core::names::label;
 
 use super::extension::{
-    DEFAULT_NAMESPACE, LegacyController, find_object, link_resource, links, object_ref, target_cluster,
+    DEFAULT_NAMESPACE, LegacyController, RBAC, find_object, link_resource, links, object_ref, target_cluster,
 };
 use crate::install::manifests::{Output, format_manifests};
 use crate::kubernetes::{self, Cluster, reason};
@@ -103,6 +103,9 @@ async fn list_objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Valu
             .iter()
             .map(|secret| object_ref("v1", "Secret", Some(control_plane), &secret.name_any())),
     );
+    for kind in ["Role", "RoleBinding"] {
+        objects.extend(find_object(cluster, RBAC, kind, Some(control_plane), &secret_name(&target)).await?);
+    }
     Ok(objects)
 }
 
@@ -112,7 +115,6 @@ pub(super) fn legacy_controller<'a>(
     namespace: &'a str,
     control_plane: &'a str,
 ) -> Vec<(&'static str, &'static str, Option<&'a str>, String)> {
-    const RBAC: &str = "rbac.authorization.k8s.io/v1";
     let names = LegacyController::new(link);
     let (namespace, control_plane) = (Some(namespace), Some(control_plane));
     vec![
@@ -132,4 +134,4 @@ pub(super) fn legacy_controller<'a>(
 pub(super) const EXAMPLES: &str = "\
   tulle multicluster unlink --cluster-name east | kubectl delete -f -
 
-Also remove the Link from `controllers` of the chart. Federated Services lose the members of that cluster after about a minute.";
+If the value `controllers` of the chart has an entry for the Link, remove it, too. Federated Services lose the members of that cluster after about a minute.";

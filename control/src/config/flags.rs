@@ -213,16 +213,23 @@ pub(crate) struct Flags {
 #[derive(Debug, Args)]
 pub(crate) struct MirrorFlags {
     /// The Link to the cluster whose Services are mirrored; also accepted as the last argument without the flag.
-    #[arg(long, value_name = "NAME", conflicts_with = "local_mirror")]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["local_mirror", "all_links"])]
     pub(crate) link_name: Option<String>,
+    /// Whether to mirror the Services of the clusters of all Links of --namespace, also of Links that are created later. Each Link has
+    /// a lease of its own, and a probe Service, which is created if it does not exist.
+    #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, conflicts_with = "local_mirror")]
+    pub(super) all_links: bool,
+    /// Names of Links that have service mirrors of their own, comma-separated, with --all-links.
+    #[arg(long, value_name = "LIST", default_value = "")]
+    pub(super) excluded_links: String,
     /// Whether to create the federated Services of this cluster, with its own Services as members, instead of mirrors of another
     /// cluster.
     #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
     pub(super) local_mirror: bool,
-    /// Namespace of the Link, its credentials, the lease and the probe Service.
+    /// Namespace of Links, their credentials, leases and probe Services.
     #[arg(long, value_name = "NAMESPACE", default_value = "linkerd-multicluster")]
     pub(super) namespace: String,
-    /// The Service through which the gateway is probed; by default it is not probed.
+    /// The Service through which the gateway is probed; by default it is not probed. With --all-links, each Link has its own.
     #[arg(long, value_name = "NAME", default_value = "")]
     pub(super) probe_service: String,
     /// Whether to create the namespace of a mirror if this cluster does not have it.

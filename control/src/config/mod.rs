@@ -469,8 +469,19 @@ impl Flags {
             "--endpoint-refresh-period={:?} must be at least 1s",
             flags.endpoint_refresh_period
         );
+        ensure!(
+            flags.all_links || flags.excluded_links.is_empty(),
+            "--excluded-links={:?} has no effect without --all-links; remove it",
+            flags.excluded_links
+        );
+        ensure!(
+            !flags.all_links || flags.probe_service.is_empty(),
+            "--probe-service={:?} has no effect with --all-links, because each Link has its own probe Service; remove it",
+            flags.probe_service
+        );
         let scope = match &flags.link_name {
             Some(name) => mirror::config::Scope::Link(name.clone()),
+            None if flags.all_links => mirror::config::Scope::all_links_except(&flags.excluded_links),
             None if flags.local_mirror => mirror::config::Scope::ThisCluster(LocalMembers::new(
                 flags
                     .federated_service_selector
@@ -479,7 +490,9 @@ impl Flags {
                 &flags.excluded_labels,
                 &flags.excluded_annotations,
             )),
-            None => bail!("service-mirror needs --link-name=NAME, the Link to the other cluster, or --local-mirror"),
+            None => bail!(
+                "service-mirror needs --all-links, --link-name=NAME with the Link to the other cluster, or --local-mirror"
+            ),
         };
         Ok(mirror::config::Config {
             namespace: flags.namespace.clone(),

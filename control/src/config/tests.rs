@@ -239,6 +239,28 @@ fn flags_in_metric(config: &Config) -> Vec<String> {
 }
 
 #[test]
+fn a_service_mirror_for_all_links_leaves_out_those_with_their_own() {
+    let config = config("service-mirror -all-links -excluded-links=east,north").unwrap();
+    let Some(mirror::config::Scope::AllLinks(excluded)) = config.mirror.map(|mirror| mirror.scope) else {
+        panic!("expected all Links");
+    };
+    assert_eq!(Vec::from_iter(excluded), ["east", "north"]);
+    for (line, expected) in [
+        ("service-mirror", "needs --all-links, --link-name=NAME"),
+        (
+            "service-mirror -local-mirror -excluded-links=east",
+            "--excluded-links=\"east\"",
+        ),
+        (
+            "service-mirror -all-links -probe-service=probe",
+            "--probe-service=\"probe\"",
+        ),
+    ] {
+        assert_rejected(line, expected);
+    }
+}
+
+#[test]
 fn an_invalid_value_is_rejected_with_the_expected_form() {
     let rest = "--manifests m --token-keys k";
     assert_rejected(

@@ -90,8 +90,8 @@ impl Watches {
         store
     }
 
-    /// Watches the objects of one kind, or those of another kind if the account may not list and watch the first. Until the API server
-    /// says whether it may, neither is watched. Only one of the returned stores is ever listed.
+    /// Watches all objects of a kind, or the objects of `fallback` if the account may not list and watch the first. Until the API
+    /// server says whether it may, neither is watched. Only one of the returned stores is ever listed.
     pub(crate) fn watch_permitted<K, L>(
         &mut self,
         client: Client,
@@ -99,16 +99,21 @@ impl Watches {
         (fallback, fallback_size): (WatchParams<L>, Arc<Gauge>),
     ) -> (Store<K>, Store<L>)
     where
-        K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
-        L: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
+        K: Resource + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
+        K::DynamicType: Clone + Debug + Eq + Hash + Send + Sync + Unpin + 'static,
+        L: Resource + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
+        L::DynamicType: Clone + Debug + Eq + Hash + Send + Sync + Unpin + 'static,
     {
         let reporter = self.reporter(&params, size);
         let fallback_reporter = self.reporter(&fallback, fallback_size);
         reporter.record_first_list();
-        let (writer, fallback_writer) = (Writer::<K>::new(()), Writer::<L>::new(()));
+        let (writer, fallback_writer) = (
+            Writer::<K>::new(params.kind.clone()),
+            Writer::<L>::new(fallback.kind.clone()),
+        );
         let stores = (writer.as_reader(), fallback_writer.as_reader());
         let kind = ResourceAttributes {
-            group: Some(K::group(&()).into_owned()),
+            group: Some(K::group(&params.kind).into_owned()),
             resource: Some(reporter.kind.clone()),
             ..ResourceAttributes::default()
         };
@@ -116,13 +121,14 @@ impl Watches {
             if may_watch(&client, &kind, &reporter).await {
                 Box::pin(run_watch(params, writer, reporter)).await;
             } else {
-                let (cluster, kind, fallback_kind) = (&reporter.cluster, &reporter.kind, &fallback_reporter.kind);
+                let (cluster, kind, fallback_url) = (&reporter.cluster, &reporter.kind, fallback.api.resource_url());
                 info!(
                     cluster,
-                    "the account may not list and watch {kind}, so {fallback_kind} are read instead"
+                    "the account may not list and watch all {kind}, so {fallback_url} is read instead"
                 );
+                // Both can be of one kind.
+                reporter.shared.record_success(kind);
                 fallback_reporter.record_first_list();
-                reporter.shared.record_success(&reporter.kind);
                 Box::pin(run_watch(fallback, fallback_writer, fallback_reporter)).await;
             }
         });

@@ -1,8 +1,9 @@
 //! Configuration of the service mirror.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use super::link::Exclusions;
+use super::link::{Exclusions, comma_separated};
 use crate::resources::labels::Selector;
 
 #[derive(Clone, Debug)]
@@ -10,7 +11,8 @@ pub struct Config {
     /// Namespace of Links, credentials, leases and probe Services.
     pub namespace: String,
     pub scope: Scope,
-    /// The Service through which the gateway is probed. Default none: the gateway is not probed.
+    /// The Service through which the gateway is probed. Default none: the gateway is not probed. With [`Scope::AllLinks`], each Link
+    /// has its own, `probe-` with the name of the Link, which is created if it does not exist.
     pub probe_service: Option<String>,
     /// Whether the namespace of a mirror is created if this cluster does not have it. Default false.
     pub may_create_namespaces: bool,
@@ -28,6 +30,8 @@ pub struct Config {
 pub enum Scope {
     /// The Services of the cluster of the Link with this name.
     Link(String),
+    /// The Services of the clusters of all Links except those with these names.
+    AllLinks(BTreeSet<String>),
     /// The Services of this cluster, as members of federated Services.
     ThisCluster(LocalMembers),
 }
@@ -38,6 +42,13 @@ pub struct LocalMembers {
     pub(super) selector: Selector,
     pub(super) excluded_labels: Exclusions,
     pub(super) excluded_annotations: Exclusions,
+}
+
+impl Scope {
+    /// All Links except those in a comma-separated list of names.
+    pub fn all_links_except(excluded: &str) -> Self {
+        Self::AllLinks(comma_separated(excluded).map(str::to_owned).collect())
+    }
 }
 
 impl LocalMembers {

@@ -2,39 +2,39 @@
 
 #[cfg(test)]
 mod tests;
+mod watched;
 
 use std::collections::{BTreeSet, HashMap};
 use std::convert::Infallible;
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{Endpoints, Namespace, Secret, Service};
-use k8s_openapi::api::discovery::v1::EndpointSlice;
+use k8s_openapi::api::core::v1::{Secret, Service};
 use kube::api::{Api, DynamicObject};
-use kube::core::PartialObjectMeta;
-use kube::runtime::reflector::Store;
 use kube::runtime::watcher;
 use kube::{Client, ResourceExt as _};
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{debug, info, warn};
 use tulle_core::error_chain::ErrorChain;
-use tulle_core::metrics::{Gauge, Labels, Registry};
+use tulle_core::metrics::{Counter, Gauge, Labels, Registry};
 use tulle_core::names::label;
 
+use self::watched::{LocalObjects, RemoteObjects, probe_service, wait_for_change};
 use super::config::{Config, Scope};
-use super::exported_endpoints::{ExportedEndpoints, endpoints_by_service, prune_endpoints, prune_slice};
-use super::gateway::{self, GatewayChannels, ProbeTarget, cluster_label};
-use super::link::{ExportSelector, Link, LinkError};
+use super::exported_endpoints::{prune_endpoints, prune_slice};
+use super::gateway::{self, GatewayChannels, cluster_label};
+use super::link::{ExportSelector, Link};
 use super::link_events::{LinkEvents, LinkProblem};
-use super::metrics::{ClusterSeries, Metrics, ZeroOnDrop};
+use super::metrics::{ClusterSeries, Metrics, SeriesUsers, ZeroOnDrop};
 use super::plan::federated::{clusters_without_link, members_without_ports};
 use super::plan::inputs::{
-    Exporter, ExportingCluster, GatewayState, Inputs, LinkAge, Linked, LocalCluster, Plan, Rejection,
+    Exporter, ExportingCluster, GatewayState, Inputs, Linked, LocalCluster, Plan, Rejection, Step, Write,
 };
-use super::plan::objects::{PROBE_PORT_NAME, object_name};
-use super::plan::plan;
+use super::plan::{plan, plan_repairs};
+use super::probe_service::new_probe_service;
 use super::rejection_events::RejectionEvents;
 use super::status::{self, LinkStatus};
 use super::writer::{WriteHistory, Writer};
@@ -42,7 +42,7 @@ use crate::kubernetes::credentials_expiry::ExpiryReport;
 use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
 use crate::kubernetes::lease::{Leadership, Role};
 use crate::kubernetes::request_layer::RequestRate;
-use crate::kubernetes::watches::{SecretState, SecretWatch, WatchParams, Watches, is_listed};
+use crate::kubernetes::watches::{SecretState, SecretWatch, WatchParams, Watches};
 use crate::kubernetes::{self, remote_credentials};
 use crate::resources::meta::NamespacedName;
 use crate::resources::status::timestamp;
@@ -54,26 +54,27 @@ pub(super) struct Controller {
     metrics: Metrics,
     writer: Writer,
     link_events: LinkEvents,
+    shared: SharedState,
+    /// Whether the Service through which the gateway is probed is created if it does not exist.
+    creates_probe_service: bool,
 }
 
-/// The watched objects of this cluster.
-struct LocalObjects {
-    watches: Watches,
-    services: Store<Service>,
-    /// The Endpoints that the mirror controllers wrote. `None` without a Link, because federated Services have no Endpoints.
-    endpoints: Option<Store<Endpoints>>,
-    namespaces: Store<PartialObjectMeta<Namespace>>,
-    links: Store<DynamicObject>,
+/// What the controllers of several Links share in one process.
+#[derive(Clone, Default)]
+pub(super) struct SharedState {
+    /// The watched objects of this cluster, while a controller is the leader.
+    local: Arc<Mutex<Weak<LocalObjects>>>,
+    series_users: SeriesUsers,
 }
 
-/// The watched objects of the linked cluster.
-struct RemoteObjects {
-    watches: Watches,
-    services: Store<Service>,
-    slices: Store<EndpointSlice>,
-    /// Watched instead of `slices` if the account may not read EndpointSlices.
-    endpoints: Store<Endpoints>,
-    events: EventRecorder,
+/// What the tasks of one Link share.
+#[derive(Clone, Copy)]
+struct LinkContext<'a> {
+    local: &'a LocalObjects,
+    link: &'a Link,
+    gateway: &'a GatewayChannels,
+    /// The number of comparisons of all mirrors with the exported Services.
+    repairs: &'a Counter,
 }
 
 /// State that is kept from one plan to the next.
@@ -89,6 +90,15 @@ struct PlanState {
     reported_cause: Option<String>,
 }
 
+/// An executed plan, and the objects that it was computed from.
+struct WriteOutcome {
+    planned: Plan,
+    exporting: ExportingCluster,
+    local_cluster: LocalCluster,
+    /// The time at which the next failed step must be retried.
+    retry_at: Option<Instant>,
+}
+
 /// The outcome of a write of the status of a Link.
 enum StatusWrite {
     Done,
@@ -98,7 +108,15 @@ enum StatusWrite {
 }
 
 impl Controller {
-    pub(super) fn new(client: Client, config: Config, registry: &Registry, link_events: LinkEvents) -> Self {
+    /// `shared` is the state that all controllers of this process share, if there is one for each Link. No chart then creates a
+    /// Service through which the gateway is probed.
+    pub(super) fn new(
+        client: Client,
+        config: Config,
+        registry: &Registry,
+        link_events: LinkEvents,
+        shared: Option<SharedState>,
+    ) -> Self {
         let metrics = Metrics::new(registry);
         Self {
             writer: Writer {
@@ -110,6 +128,8 @@ impl Controller {
             registry: registry.clone(),
             metrics,
             link_events,
+            creates_probe_service: shared.is_some(),
+            shared: shared.unwrap_or_default(),
         }
     }
 
@@ -133,10 +153,10 @@ impl Controller {
 
     /// Mirrors until the returned future is dropped.
     async fn lead(&self) -> Infallible {
-        let local = self.watch_local();
+        let local = self.local_objects();
         let name = match &self.config.scope {
             Scope::Link(name) => name,
-            Scope::ThisCluster(_) => match self.mirror_this_cluster(&local).await {},
+            Scope::ThisCluster(_) | Scope::AllLinks(_) => match self.mirror_this_cluster(&local).await {},
         };
         let mut gateway = GatewayChannels::default();
         let (mut gateway_settings, mut has_reported_absence) = (None, false);
@@ -144,10 +164,10 @@ impl Controller {
         loop {
             let mut changes = local.watches.changes();
             let object = local.link_object(name);
-            let current = object.as_ref().map(|object| Link::parse(object));
-            let cluster = object.as_ref().map(|object| Link::metrics_cluster(object));
+            let current = local.link(name);
+            let cluster = object.as_ref().map(|object| local.metrics_cluster(object));
             if series.as_ref().map(ClusterSeries::cluster) != cluster.as_deref() {
-                series = cluster.map(|cluster| ClusterSeries::new(&self.registry, cluster));
+                series = cluster.map(|name| ClusterSeries::new(&self.registry, &self.shared.series_users, name));
             }
             match &current {
                 Some(Ok(link)) => {
@@ -163,30 +183,48 @@ impl Controller {
                         gateway = GatewayChannels::default();
                         gateway_settings = settings;
                     }
+                    let repairs = self.metrics.repairs.get(&cluster_label(&link.cluster));
+                    let context = LinkContext {
+                        local: &local,
+                        link,
+                        gateway: &gateway,
+                        repairs: &repairs,
+                    };
                     tokio::select! {
                         () = local.wait_until_changed(name, &current) => info!(link = name, "the Link has changed"),
-                        never = self.follow_link(&local, link, &gateway) => match never {},
+                        never = self.follow_link(context) => match never {},
                     }
                 }
-                Some(Err(err)) => {
-                    self.report_unreadable(&local, name, err).await;
+                Some(Err(cause)) => {
+                    self.report_unreadable(&local, name, cause).await;
                     local.wait_until_changed(name, &current).await;
                 }
                 None => {
-                    if is_listed(&local.links) && !has_reported_absence {
+                    if local.are_links_listed() && !has_reported_absence {
                         let namespace = &self.config.namespace;
                         warn!(
                             namespace,
                             "there is no Link {name}; nothing is mirrored, and existing mirrors stay"
                         );
                     }
-                    has_reported_absence = is_listed(&local.links);
+                    has_reported_absence = local.are_links_listed();
                     wait_for_change(&mut changes).await;
                     continue;
                 }
             }
             has_reported_absence = false;
         }
+    }
+
+    /// The watched objects of this cluster. The watches are started unless another controller uses them.
+    fn local_objects(&self) -> Arc<LocalObjects> {
+        let mut shared = self.shared.local.lock();
+        if let Some(local) = shared.upgrade() {
+            return local;
+        }
+        let local = Arc::new(self.watch_local());
+        *shared = Arc::downgrade(&local);
+        local
     }
 
     fn watch_local(&self) -> LocalObjects {
@@ -197,42 +235,60 @@ impl Controller {
         let written = all.clone().labels(label::MIRRORED_CLUSTER);
         let endpoints = WatchParams::new(Api::all(client.clone()), written, |_| {});
         let namespaces = WatchParams::new(Api::all(client.clone()), all.clone(), |_| {});
-        let links = WatchParams {
-            api: Api::namespaced_with(client.clone(), &self.config.namespace, &Link::resource()),
+        let links = |api: Api<DynamicObject>| WatchParams {
+            api,
             kind: Link::resource(),
-            config: all,
+            config: all.clone(),
             prune: |_| {},
         };
+        let namespace = self.config.namespace.clone();
+        let all_links = links(Api::all_with(client.clone(), &Link::resource()));
+        let own_links = links(Api::namespaced_with(client.clone(), &namespace, &Link::resource()));
         let mut watches = Watches::new("local");
+        let (links, own_links) =
+            watches.watch_permitted(client.clone(), (all_links, size("link")), (own_links, size("link")));
         LocalObjects {
             services: watches.watch(services, size("service")),
             endpoints: match self.config.scope {
-                Scope::Link(_) => Some(watches.watch(endpoints, size("endpoints"))),
+                Scope::Link(_) | Scope::AllLinks(_) => Some(watches.watch(endpoints, size("endpoints"))),
                 Scope::ThisCluster(_) => None,
             },
             namespaces: watches.watch(namespaces, size("namespace")),
-            links: watches.watch(links, size("link")),
+            links,
+            own_links,
+            namespace,
             watches,
         }
     }
 
+    /// Mirrors the cluster of a Link, and probes its gateway. The gateway is probed with or without access to the API server of the
+    /// other cluster: the gateway can work while the API server does not.
+    async fn follow_link(&self, context: LinkContext<'_>) -> Infallible {
+        tokio::select! {
+            never = self.mirror_link(context) => never,
+            never = self.resolve_gateway(context.link, &context.gateway.addresses) => never,
+            never = self.probe_gateway(context.link, context.gateway) => never,
+        }
+    }
+
     /// Mirrors with the credentials in the Link's Secret. Starts again after each change of the Secret.
-    async fn follow_link(&self, local: &LocalObjects, link: &Link, gateway: &GatewayChannels) -> Infallible {
+    async fn mirror_link(&self, context: LinkContext<'_>) -> Infallible {
+        let LinkContext { local, link, .. } = context;
         let (namespace, name) = (&self.config.namespace, &link.credentials_secret);
         let mut watch = SecretWatch::new(self.client.clone(), namespace, name);
         loop {
             let state = watch.state();
             let mirroring = async {
                 let cause = match &state {
-                    SecretState::Present(secret) => {
-                        match self.mirror_with_credentials(local, link, secret, gateway).await {}
-                    }
-                    SecretState::Absent => format!("there is no Secret {namespace}/{name}"),
-                    SecretState::Unreadable(cause) => cause.clone(),
-                    SecretState::Unknown => return std::future::pending().await,
+                    SecretState::Present(secret) => Some(self.mirror_with_credentials(context, secret).await),
+                    SecretState::Absent => Some(format!("there is no Secret {namespace}/{name}")),
+                    SecretState::Unreadable(cause) => Some(cause.clone()),
+                    SecretState::Unknown => None,
                 };
-                self.report_unreadable(local, &link.name, &cause).await;
-                std::future::pending::<Infallible>().await
+                if let Some(cause) = cause {
+                    self.report_unreadable(local, &link.name, &cause).await;
+                }
+                self.plan_link(context, None).await
             };
             tokio::select! {
                 () = watch.changed_from(&state) => {}
@@ -241,14 +297,9 @@ impl Controller {
         }
     }
 
-    async fn mirror_with_credentials(
-        &self,
-        local: &LocalObjects,
-        link: &Link,
-        secret: &Secret,
-        gateway: &GatewayChannels,
-    ) -> Infallible {
-        let secret_name = secret.name_any();
+    /// Mirrors with these credentials. Returns only if they give no access, with the cause.
+    async fn mirror_with_credentials(&self, context: LinkContext<'_>, secret: &Secret) -> String {
+        let (local, link, secret_name) = (context.local, context.link, secret.name_any());
         let cause = match remote_credentials::read(secret).await {
             Ok(access) => {
                 let server = access.config.cluster_url.to_string();
@@ -257,7 +308,7 @@ impl Controller {
                         info!(link = link.name, cluster = link.cluster, server, "mirroring a cluster");
                         let never = tokio::select! {
                             never = self.report_expiry(local, link, &secret_name, access.expires_at) => never,
-                            never = self.mirror_link(local, link, &client, gateway) => never,
+                            never = self.mirror_exported_services(context, &client) => never,
                         };
                         match never {}
                     }
@@ -266,9 +317,7 @@ impl Controller {
             }
             Err(err) => ErrorChain(&err).to_string(),
         };
-        let cause = format!("the Secret {secret_name} gives no access to {}: {cause}", link.cluster);
-        self.report_unreadable(local, &link.name, &cause).await;
-        std::future::pending().await
+        format!("the Secret {secret_name} gives no access to {}: {cause}", link.cluster)
     }
 
     /// Exports the time until the credentials expire, and reports a week before that they do.
@@ -296,26 +345,17 @@ impl Controller {
         report.run(warn).await
     }
 
-    async fn mirror_link(
-        &self,
-        local: &LocalObjects,
-        link: &Link,
-        client: &Client,
-        gateway: &GatewayChannels,
-    ) -> Infallible {
+    async fn mirror_exported_services(&self, context: LinkContext<'_>, client: &Client) -> Infallible {
         let reporter = Reporter {
             controller: "linkerd-service-mirror".to_owned(),
             instance: self.config.lease_holder.clone(),
         };
         let (events, mut publisher) = event_recorder::new_recorder(client.clone(), reporter, &self.registry);
-        let remote = self.watch_remote(link, client, events);
-        let never = tokio::select! {
+        let remote = self.watch_remote(context.link, client, events);
+        tokio::select! {
             never = publisher.publish() => never,
-            never = self.resolve_gateway(link, &gateway.addresses) => never,
-            never = self.probe_gateway(link, gateway) => never,
-            never = self.plan_link(local, link, &remote, gateway) => never,
-        };
-        match never {}
+            never = self.plan_link(context, Some(&remote)) => never,
+        }
     }
 
     async fn resolve_gateway(&self, link: &Link, addresses: &watch::Sender<Option<Vec<IpAddr>>>) -> Infallible {
@@ -354,57 +394,39 @@ impl Controller {
         }
     }
 
-    /// Compares the mirrors with the exported Services after each change, and at least once per refresh period. While the other cluster
-    /// cannot be read, with those that were known last.
-    async fn plan_link(
-        &self,
-        local: &LocalObjects,
-        link: &Link,
-        remote: &RemoteObjects,
-        gateway: &GatewayChannels,
-    ) -> Infallible {
-        let labels = cluster_label(&link.cluster);
-        let synced = ZeroOnDrop(self.metrics.synced.get(&labels));
-        let repairs = self.metrics.repairs.get(&labels);
-        let probe_service = self.config.probe_service.as_ref();
-        let probe_service = probe_service.map(|name| NamespacedName::new(&*self.config.namespace, &**name));
+    /// Compares the mirrors with the exported Services after each change, and at least once per refresh period. While the other
+    /// cluster cannot be read, with those that were known last. If they were never known, or without `remote`, only the Endpoints
+    /// of existing mirrors follow the gateway.
+    async fn plan_link(&self, context: LinkContext<'_>, remote: Option<&RemoteObjects>) -> Infallible {
+        let LinkContext {
+            local, link, gateway, ..
+        } = context;
+        let synced = ZeroOnDrop(self.metrics.synced.get(&cluster_label(&link.cluster)));
         let mut state = PlanState::default();
         let (mut addresses, mut alive) = (gateway.addresses.subscribe(), gateway.is_alive.subscribe());
-        let (mut local_changes, mut remote_changes) = (local.watches.changes(), remote.watches.changes());
+        let mut local_changes = local.watches.changes();
+        let mut remote_changes = remote.map(|remote| remote.watches.changes());
         loop {
-            let own_failure = local.watches.failure().or_else(|| local.older_link_conflict(link));
-            let can_write = remote.is_listed() && local.is_listed() && own_failure.is_none();
-            let failure = remote.watches.failure().or(own_failure);
-            let is_readable = can_write && failure.is_none();
+            let own_failure = local.watches.failure();
+            let can_write = local.is_listed() && own_failure.is_none();
+            let failure = remote.and_then(|remote| remote.watches.failure()).or(own_failure);
+            let is_readable = can_write && failure.is_none() && remote.is_some_and(RemoteObjects::is_listed);
             synced.0.set(is_readable.into());
             let mut retry_at = Instant::now() + self.config.refresh_period;
-            let failures = [&remote.watches, &local.watches].map(Watches::next_failure_report_at);
-            retry_at = failures.into_iter().flatten().fold(retry_at, Instant::min);
+            let watches = remote.map(|remote| &remote.watches).into_iter().chain([&local.watches]);
+            let failures = watches.filter_map(Watches::next_failure_report_at);
+            retry_at = failures.fold(retry_at, Instant::min);
             if can_write {
-                let local_cluster = local.cluster();
-                if let Some(name) = &probe_service {
-                    let service = local_cluster.services.get(name);
-                    let target = service.and_then(|service| probe_target(service));
-                    gateway.probe_target.send_replace(target);
-                }
-                let exporting = remote.cluster();
-                let known_addresses = addresses.borrow().clone();
-                let gateway = GatewayState {
-                    addresses: known_addresses.as_deref(),
-                    is_alive: *alive.borrow(),
-                };
-                let linked = Linked {
-                    link,
-                    gateway,
-                    probe_service: probe_service.as_ref(),
-                };
-                let inputs = self.inputs(linked, &exporting, &local_cluster, &state.writes.source_versions);
-                let planned = plan(&inputs);
-                repairs.inc();
-                let executed = self.writer.execute(&link.cluster, &planned, &mut state.writes);
-                retry_at = retry_at.min(executed.await.unwrap_or(retry_at));
-                // While a watch fails, mirrors follow the gateway, but what is known of the Services of the other cluster can be outdated.
-                if is_readable {
+                // While a watch fails, mirrors follow the gateway, but what is known of the exported Services can be outdated.
+                let outcome = self.write_mirrors(context, remote, &mut state).await;
+                retry_at = retry_at.min(outcome.retry_at.unwrap_or(retry_at));
+                if let Some(remote) = remote.filter(|_| is_readable) {
+                    let WriteOutcome {
+                        planned,
+                        exporting,
+                        local_cluster,
+                        ..
+                    } = outcome;
                     state.rejections.record(&remote.events, &planned, &exporting);
                     let status = link_status(planned, &exporting, &local_cluster, &state);
                     let next = self.write_status(local, link, &status, &mut state).await;
@@ -419,7 +441,7 @@ impl Controller {
             state.reported_cause = failure;
             tokio::select! {
                 () = wait_for_change(&mut local_changes) => {}
-                () = wait_for_change(&mut remote_changes) => {}
+                () = wait_for_remote_change(&mut remote_changes) => {}
                 () = wait_for_change(&mut addresses) => {}
                 () = wait_for_change(&mut alive) => {}
                 () = sleep_until(retry_at) => {}
@@ -427,6 +449,66 @@ impl Controller {
             // Changes that follow each other closely are planned together.
             sleep(PLAN_DELAY).await;
         }
+    }
+
+    /// Executes a plan for the mirrors of a Link, or only repairs of existing mirrors if the exported Services are not known.
+    async fn write_mirrors(
+        &self,
+        context: LinkContext<'_>,
+        remote: Option<&RemoteObjects>,
+        state: &mut PlanState,
+    ) -> WriteOutcome {
+        let LinkContext { link, gateway, .. } = context;
+        let local_cluster = context.local.cluster();
+        let probe_name = self.config.probe_service.as_ref();
+        let probe_name = probe_name.map(|name| NamespacedName::new(&*self.config.namespace, &**name));
+        let service = probe_name.as_ref().and_then(|name| local_cluster.services.get(name));
+        gateway.probe_service.send_replace(probe_service(service));
+        let remote = remote.filter(|remote| remote.is_listed());
+        let exporting = remote.map_or_else(ExportingCluster::default, RemoteObjects::cluster);
+        let addresses = gateway.addresses.borrow().clone();
+        let linked = Linked {
+            link,
+            gateway: GatewayState {
+                addresses: addresses.as_deref(),
+                is_alive: *gateway.is_alive.borrow(),
+            },
+            probe_service: probe_name.as_ref(),
+        };
+        let inputs = self.inputs(linked, &exporting, &local_cluster, &state.writes.source_versions);
+        let mut planned = match remote {
+            Some(_) => {
+                context.repairs.inc();
+                plan(&inputs)
+            }
+            None => plan_repairs(&inputs),
+        };
+        if let Some(name) = probe_name.filter(|name| !local_cluster.services.contains_key(name)) {
+            planned.steps.extend(self.probe_service_step(context, name));
+        }
+        let retry_at = self.writer.execute(&link.cluster, &planned, &mut state.writes).await;
+        WriteOutcome {
+            planned,
+            exporting,
+            local_cluster,
+            retry_at,
+        }
+    }
+
+    /// The step that creates the Service through which the gateway is probed, if it does not exist and no chart creates it. The next
+    /// plan contains its Endpoints.
+    fn probe_service_step(&self, context: LinkContext<'_>, name: NamespacedName) -> Option<Step> {
+        let LinkContext { local, link, .. } = context;
+        if !self.creates_probe_service || link.gateway.is_none() || link.probe.is_none() {
+            return None;
+        }
+        let object = local.link_object(&link.name)?;
+        let service = new_probe_service(&object, &name)?;
+        Some(Step {
+            name,
+            writes: vec![Write::PutService(Box::new(service))],
+            source_version: None,
+        })
     }
 
     /// The inputs of the plan for the Services of a linked cluster.
@@ -532,7 +614,7 @@ impl Controller {
         // A Link that was deleted meanwhile has neither a status nor metrics.
         let Some(object) = local.link_object(link) else { return };
         self.link_events.record(&object, LinkProblem::Unreadable, &cause);
-        let labels = cluster_label(&Link::metrics_cluster(&object));
+        let labels = cluster_label(&local.metrics_cluster(&object));
         self.metrics.synced.get(&labels).set(0);
         self.metrics.errors.get(&labels.with("reason", "Unreadable")).inc();
         for _ in 0..MAX_STATUS_ATTEMPTS {
@@ -571,69 +653,6 @@ impl Controller {
     }
 }
 
-impl LocalObjects {
-    fn is_listed(&self) -> bool {
-        is_listed(&self.services)
-            && self.endpoints.as_ref().is_none_or(is_listed)
-            && is_listed(&self.namespaces)
-            && is_listed(&self.links)
-    }
-
-    fn link_object(&self, name: &str) -> Option<Arc<DynamicObject>> {
-        let mut links = self.links.state().into_iter();
-        links.find(|link| link.name_any() == name)
-    }
-
-    fn link(&self, name: &str) -> Option<Result<Link, LinkError>> {
-        self.link_object(name).map(|object| Link::parse(&object))
-    }
-
-    /// If an older Link names the same cluster, returns this as the cause why the Link is not mirrored. Otherwise both Links would
-    /// write the same mirrors.
-    fn older_link_conflict(&self, link: &Link) -> Option<String> {
-        let links = self.links.state();
-        let ages = links.iter().filter_map(|link| link_age(link));
-        let oldest = ages.filter(|other| other.cluster == link.cluster).min()?;
-        (oldest.name != link.name).then(|| format!("the older Link {} names the same cluster", oldest.name))
-    }
-
-    /// Waits until the Link differs from `before`. Changes of its status are ignored.
-    async fn wait_until_changed(&self, name: &str, before: &Option<Result<Link, LinkError>>) {
-        let mut changes = self.watches.changes();
-        while self.link(name) == *before {
-            wait_for_change(&mut changes).await;
-        }
-    }
-
-    fn cluster(&self) -> LocalCluster {
-        let is_active = |namespace: &Arc<PartialObjectMeta<Namespace>>| namespace.metadata.deletion_timestamp.is_none();
-        let namespaces = self.namespaces.state().into_iter().filter(is_active);
-        LocalCluster {
-            services: by_name(self.services.state()).collect(),
-            endpoints: by_name(self.endpoints.as_ref().map_or_else(Vec::new, Store::state)).collect(),
-            namespaces: namespaces.map(|namespace| namespace.name_any()).collect(),
-            links: self.links.state().iter().filter_map(|link| link_age(link)).collect(),
-        }
-    }
-}
-
-impl RemoteObjects {
-    fn is_listed(&self) -> bool {
-        is_listed(&self.services) && (is_listed(&self.slices) || is_listed(&self.endpoints))
-    }
-
-    fn cluster(&self) -> ExportingCluster {
-        let exported = |(name, endpoints): (_, Arc<Endpoints>)| (name, ExportedEndpoints::from(&*endpoints));
-        ExportingCluster {
-            services: by_name(self.services.state()).collect(),
-            endpoints: match is_listed(&self.slices) {
-                true => endpoints_by_service(self.slices.state()),
-                false => by_name(self.endpoints.state()).map(exported).collect(),
-            },
-        }
-    }
-}
-
 impl PlanState {
     /// The clusters with members in federated Services that have had no Link for [`UNLINK_DELAY`].
     fn unlinked_clusters(&mut self, local: &LocalCluster) -> BTreeSet<String> {
@@ -668,40 +687,15 @@ fn link_status(planned: Plan, exporting: &ExportingCluster, local: &LocalCluster
     status
 }
 
-/// The address to which probes are sent. It is the cluster IP of the probe Service, so no name has to be resolved.
-fn probe_target(service: &Service) -> Option<ProbeTarget> {
-    let spec = service.spec.as_ref()?;
-    let mut ports = spec.ports.iter().flatten();
-    let port = ports.find(|port| port.name.as_deref() == Some(PROBE_PORT_NAME))?;
-    let name = object_name(&service.metadata);
-    Some(ProbeTarget {
-        host: format!("{}.{}", name.name, name.namespace),
-        ip: spec.cluster_ip.as_ref()?.parse().ok()?,
-        port: u16::try_from(port.port).ok()?,
-    })
-}
-
-/// The age of a Link that names a cluster. Other fields may be invalid, because the mirrors of an invalid Link stay.
-fn link_age(object: &DynamicObject) -> Option<LinkAge> {
-    Some(LinkAge {
-        cluster: Link::cluster_name(object)?.to_owned(),
-        created_at: object.creation_timestamp(),
-        name: object.name_any(),
-    })
-}
-
-fn by_name<K: kube::Resource>(objects: Vec<Arc<K>>) -> impl Iterator<Item = (NamespacedName, Arc<K>)> {
-    objects.into_iter().map(|object| (object_name(object.meta()), object))
-}
-
 fn prune_service(service: &mut Service) {
     service.status = None;
 }
 
-/// Waits for a change. Never returns after the sender was dropped.
-async fn wait_for_change<T>(changes: &mut watch::Receiver<T>) {
-    if changes.changed().await.is_err() {
-        std::future::pending().await
+/// Waits for a change in the other cluster. Never returns without a watch of it.
+async fn wait_for_remote_change(changes: &mut Option<watch::Receiver<u64>>) {
+    match changes {
+        Some(changes) => wait_for_change(changes).await,
+        None => std::future::pending().await,
     }
 }
 

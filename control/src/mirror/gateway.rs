@@ -23,7 +23,17 @@ use super::link::{Gateway, ProbeSpec};
 use super::plan::objects::PROBE_PORT_NAME;
 use crate::kubernetes::connect;
 
-/// The address to which probes are sent: the Service through which the gateway is probed.
+/// The Service through which the gateway is probed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum ProbeService {
+    /// The Services of this cluster are not listed yet.
+    Unknown,
+    /// There is no such Service, or it has no cluster IP or no port for probes.
+    Absent,
+    Present(ProbeTarget),
+}
+
+/// The address to which probes are sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ProbeTarget {
     /// The name of the Service, for the `host` header.
@@ -37,8 +47,7 @@ pub(super) struct GatewayChannels {
     /// `None` until an address is found.
     pub(super) addresses: watch::Sender<Option<Vec<IpAddr>>>,
     pub(super) is_alive: watch::Sender<bool>,
-    /// `None` while there is no Service to send probes to.
-    pub(super) probe_target: watch::Sender<Option<ProbeTarget>>,
+    pub(super) probe_service: watch::Sender<ProbeService>,
 }
 
 impl Default for GatewayChannels {
@@ -46,7 +55,7 @@ impl Default for GatewayChannels {
         Self {
             addresses: watch::Sender::new(None),
             is_alive: watch::Sender::new(true),
-            probe_target: watch::Sender::new(None),
+            probe_service: watch::Sender::new(ProbeService::Unknown),
         }
     }
 }
@@ -178,16 +187,22 @@ pub(super) async fn probe(
         // The period begins with the probe before, so that slow failures do not delay the report of a gateway that is gone.
         sleep_until(started_at + spec.period.mul_f64(1.0 + fastrand::f64() * MAX_JITTER)).await;
         started_at = Instant::now();
-        let target = channels.probe_target.borrow().clone();
-        probe_metrics.enabled.set(target.is_some().into());
-        let Some(target) = target else {
-            if !std::mem::replace(&mut has_warned, true) {
-                warn!(
-                    cluster,
-                    "the gateway is not probed: there is no Service with a port {PROBE_PORT_NAME}; see -probe-service"
-                );
+        let service = channels.probe_service.borrow().clone();
+        probe_metrics
+            .enabled
+            .set(matches!(service, ProbeService::Present(_)).into());
+        let target = match service {
+            ProbeService::Present(target) => target,
+            ProbeService::Unknown => continue,
+            ProbeService::Absent => {
+                if !std::mem::replace(&mut has_warned, true) {
+                    warn!(
+                        cluster,
+                        "the gateway is not probed: there is no Service with a port {PROBE_PORT_NAME}; see -probe-service"
+                    );
+                }
+                continue;
             }
-            continue;
         };
         let result = match timeout(spec.timeout, send_probe(&client, spec, &target)).await {
             Ok(result) => result,
@@ -296,7 +311,7 @@ mod tests {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let addr = listener.local_addr().unwrap();
             let channels = GatewayChannels::default();
-            channels.probe_target.send_replace(Some(ProbeTarget {
+            channels.probe_service.send_replace(ProbeService::Present(ProbeTarget {
                 host: "probe-east.multicluster".to_owned(),
                 ip: addr.ip(),
                 port: addr.port(),

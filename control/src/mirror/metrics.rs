@@ -1,7 +1,9 @@
 //! Metrics of the service mirror.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tulle_core::metrics::{Counter, Family, Gauge, Registry};
 
 use super::gateway::GatewayMetrics;
@@ -17,9 +19,14 @@ pub(super) struct Metrics {
 /// Sets a gauge to 0 when it is dropped, because its value is then unknown.
 pub(super) struct ZeroOnDrop(pub(super) Arc<Gauge>);
 
-/// The series of a linked cluster. They end when this is dropped: with the Link, or when another replica is the leader.
+/// The number of users of the series of each cluster in this process. While a Link replaces another one, both use them.
+#[derive(Clone, Default)]
+pub(super) struct SeriesUsers(Arc<Mutex<HashMap<String, usize>>>);
+
+/// The series of a linked cluster. They end when the last user is dropped: with the Link, or when another replica is the leader.
 pub(super) struct ClusterSeries {
     registry: Registry,
+    users: SeriesUsers,
     cluster: String,
 }
 
@@ -51,9 +58,11 @@ impl Drop for ZeroOnDrop {
 }
 
 impl ClusterSeries {
-    pub(super) fn new(registry: &Registry, cluster: String) -> Self {
+    pub(super) fn new(registry: &Registry, users: &SeriesUsers, cluster: String) -> Self {
+        *users.0.lock().entry(cluster.clone()).or_default() += 1;
         Self {
             registry: registry.clone(),
+            users: users.clone(),
             cluster,
         }
     }
@@ -65,6 +74,13 @@ impl ClusterSeries {
 
 impl Drop for ClusterSeries {
     fn drop(&mut self) {
+        // A new user waits for the lock, so its series are not removed.
+        let mut users = self.users.0.lock();
+        let n_others = users.remove(&self.cluster).unwrap_or_default().saturating_sub(1);
+        if n_others > 0 {
+            users.insert(self.cluster.clone(), n_others);
+            return;
+        }
         self.registry.remove_series("target_cluster_name", &self.cluster);
         // The series of the cluster of this process have the label `cluster="local"`. They stay, also if a Link has this name.
         if self.cluster != "local" {
@@ -91,13 +107,17 @@ mod tests {
             metrics.errors.get(&errors).inc();
             sizes.get(&Labels::new().with("cluster", cluster)).set(3);
         }
-        drop(ClusterSeries::new(&registry, "east".to_owned()));
+        let users = SeriesUsers::default();
+        let [first, second] = ["east", "east"].map(|name| ClusterSeries::new(&registry, &users, name.to_owned()));
+        drop(first);
+        assert!(registry.render().contains("\"east\""));
+        drop(second);
         let page = registry.render();
         assert!(!page.contains("\"east\""), "{page}");
         let synced = "tulle_mirror_remote_synced{target_cluster_name=\"local\"} 1\n";
         assert!(page.contains(synced), "{page}");
 
-        drop(ClusterSeries::new(&registry, "local".to_owned()));
+        drop(ClusterSeries::new(&registry, &users, "local".to_owned()));
         let page = registry.render();
         assert!(!page.contains("target_cluster_name"), "{page}");
         let size = "service_cache_size{cluster=\"local\"} 3\n";

@@ -1,22 +1,26 @@
 //! The service mirror creates Services (mirrors) in this cluster for the exported Services of another cluster.
 //!
 //! A `Link` names the other cluster, the Secret with its credentials, and its gateway. `plan` compares the exported Services with
-//! their mirrors, and `controller` executes the difference after each change. Only the replica that holds a lease writes.
+//! their mirrors, and `controller` executes the difference after each change. Only the replica that holds a lease writes. `all_links`
+//! runs a controller for each Link of a namespace in one process.
 //!
 //! RBAC in this cluster: `list`, `watch`, `create`, `update` and `delete` on `services` and `endpoints`, and `get` on `endpoints`;
-//! `list` and `watch` on `namespaces`, and `create` if namespaces are to be created; in the namespace of the Link `list` and `watch`
-//! on `links` and on the Secret, `patch` on `links/status`, `create` and `patch` on `events` of `events.k8s.io`, and `get`, `create`
-//! and `update` on `leases`. In the other cluster:
-//! `list` and `watch` on `services` and `endpointslices` (or `endpoints`), and `create` and `patch` on `events` of `events.k8s.io`.
+//! `list` and `watch` on `namespaces`, and `create` if namespaces are to be created; `list` and `watch` on `links`, at least in the
+//! namespace of the Link; in this namespace also `list` and `watch` on the Secret, `patch` on `links/status`, and `get`, `create` and
+//! `update` on `leases`. In the other cluster: `list` and `watch` on `services` and `endpointslices` (or `endpoints`), and `create`
+//! and `patch` on `events` of `events.k8s.io`.
 
+mod all_links;
 pub mod config;
 mod controller;
+mod elected;
 mod exported_endpoints;
 mod gateway;
 mod link;
 mod link_events;
 mod metrics;
 mod plan;
+mod probe_service;
 mod rejection_events;
 mod status;
 mod writer;
@@ -25,60 +29,38 @@ use kube::Client;
 use tulle_core::drain::Watch;
 use tulle_core::metrics::Registry;
 
-use crate::kubernetes::event_recorder::EventPublisher;
-use crate::kubernetes::lease::timing::LeaseTiming;
-use crate::kubernetes::lease::{self, Candidate};
+use crate::mirror::all_links::AllLinks;
 use crate::mirror::config::{Config, Scope};
-use crate::mirror::controller::Controller;
+use crate::mirror::elected::ElectedController;
 #[cfg(any(test, fuzzing))]
 pub(crate) use crate::mirror::link::Link;
-use crate::mirror::link_events::LinkEvents;
 
-/// The tasks of the service mirror.
-pub struct ServiceMirror {
-    candidate: Candidate,
-    leadership: lease::Leadership,
-    controller: Controller,
-    event_publisher: EventPublisher,
+pub struct ServiceMirror(Controllers);
+
+enum Controllers {
+    /// Of one Link, or of this cluster.
+    One(Box<ElectedController>),
+    AllLinks(Box<AllLinks>),
 }
 
 impl ServiceMirror {
     pub fn new(client: &Client, config: Config, registry: &Registry) -> Self {
-        let lease = lease::Config {
-            namespace: config.namespace.clone(),
-            name: match &config.scope {
-                Scope::Link(name) => format!("service-mirror-write-{name}"),
-                Scope::ThisCluster(_) => "local-service-mirror-write".to_owned(),
-            },
-            holder: config.lease_holder.clone(),
-            field_manager: None,
-            owner: None,
-            timing: LeaseTiming::FREQUENT,
-        };
-        let (candidate, leadership) = lease::new_candidate(client, lease, registry);
-        let (link_events, event_publisher) = LinkEvents::new(client.clone(), &config.lease_holder, registry);
-        Self {
-            candidate,
-            leadership,
-            controller: Controller::new(client.clone(), config, registry, link_events),
-            event_publisher,
-        }
+        Self(match &config.scope {
+            Scope::AllLinks(excluded) => {
+                let excluded = excluded.clone();
+                Controllers::AllLinks(Box::new(AllLinks::new(client, config, registry, excluded)))
+            }
+            Scope::Link(_) | Scope::ThisCluster(_) => {
+                Controllers::One(Box::new(ElectedController::new(client, config, registry, None)))
+            }
+        })
     }
 
     /// Runs until the drain.
     pub async fn run(self, drain: Watch) {
-        let Self {
-            candidate,
-            leadership,
-            controller,
-            mut event_publisher,
-        } = self;
-        tokio::select! {
-            // The candidate is polled first, so that the controller does not write after leadership has ended.
-            biased;
-            () = candidate.run(drain) => {}
-            () = controller.run(leadership) => {}
-            never = event_publisher.publish() => match never {},
+        match self.0 {
+            Controllers::One(controller) => Box::pin(controller.run(drain)).await,
+            Controllers::AllLinks(all) => Box::pin(all.run(drain)).await,
         }
     }
 }

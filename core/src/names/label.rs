@@ -96,6 +96,11 @@ labels! {
         set_by: "the service mirror, with the value `true`",
         meaning: "Marks what the service mirror created: mirrors, federated Services, and namespaces for them.",
     }
+    MIRRORED_GATEWAY = "mirror.linkerd.io/mirrored-gateway" {
+        objects: "Service",
+        set_by: "the service mirror, or the chart of the multicluster extension, with the value `true`",
+        meaning: "Marks a Service through which the gateway of a linked cluster is probed.",
+    }
     FEDERATED = "mirror.linkerd.io/federated" {
         objects: "Service",
         set_by: "users, with the value `member`",

@@ -54,16 +54,16 @@ impl LinkedClusters {
         west.has_third_party_proxies |= east.has_third_party_proxies;
         east.has_third_party_proxies = west.has_third_party_proxies;
         let linked = Self { network, west, east };
-        progress("installing the gateway in east, and the controller of the link in west");
+        progress("installing the gateway in east, and the service mirror in west");
         install_extension(&linked.east, &gateway_flag()).await?;
-        install_extension(&linked.west, &format!("--gateway=false {CONTROLLER_OF_EAST}")).await?;
+        install_extension(&linked.west, &format!("--gateway=false {}", mirror_flags(&linked.west))).await?;
         linked.wait_for_gateway().await?;
         progress("linking west to east");
         linked.link().await?;
         linked
             .west
             .cluster
-            .wait_for_deployment(NAMESPACE, "controller-east")
+            .wait_for_deployment(NAMESPACE, mirror_deployment(&linked.west))
             .await?;
         Ok(linked)
     }
@@ -101,14 +101,14 @@ impl LinkedClusters {
         link(&self.west, &self.east, "east", &flags).await
     }
 
-    /// Installs a gateway in `west` and a controller in `east`, and links `east` to `west`, so that each cluster can use Services
-    /// of the other. The gateway of `east` gets its default number of replicas, one.
+    /// Installs a gateway in `west` and a controller of the chart for this Link in `east`, and links `east` to `west`, so that each
+    /// cluster can use Services of the other. The gateway of `east` gets its default number of replicas, one.
     ///
     /// # Errors
     /// Fails if a command fails, or a pod does not become ready.
     pub async fn link_back(&self) -> anyhow::Result<()> {
         let gateway = gateway_flag();
-        install_extension(&self.west, &format!("{gateway} {CONTROLLER_OF_EAST}")).await?;
+        install_extension(&self.west, &format!("{gateway} {}", mirror_flags(&self.west))).await?;
         install_extension(&self.east, &format!("{gateway} {CONTROLLER_OF_WEST}")).await?;
         for cluster in [&self.west, &self.east] {
             cluster
@@ -186,6 +186,22 @@ async fn install_extension(cluster: &MeshedCluster, flags: &str) -> anyhow::Resu
     cluster.apply(&manifests).await
 }
 
+/// Flags of `install` for the service mirror of `west`. Linkerd's chart needs a controller for each Link.
+fn mirror_flags(west: &MeshedCluster) -> &'static str {
+    match west.multicluster_program {
+        Some(_) => CONTROLLER_OF_EAST,
+        None => "--set serviceMirror.enableHeadlessServices=true",
+    }
+}
+
+/// The Deployment of the service mirror of `west`.
+fn mirror_deployment(west: &MeshedCluster) -> &'static str {
+    match west.multicluster_program {
+        Some(_) => "controller-east",
+        None => SERVICE_MIRROR,
+    }
+}
+
 fn gateway_flag() -> String {
     format!("--set gateway.pauseImage={}", Image::Pause.reference())
 }
@@ -255,6 +271,8 @@ const WEB: &str = include_str!("web.yaml");
 pub const CLIENT_MANIFEST: &str = include_str!("client.yaml");
 /// The namespace of the extension.
 pub const NAMESPACE: &str = "linkerd-multicluster";
+/// The Deployment of the service mirror for all Links.
+pub const SERVICE_MIRROR: &str = "linkerd-service-mirror";
 const CONTROLLER_OF_EAST: &str =
     "--set controllers[0].link.ref.name=east --set controllers[0].enableHeadlessServices=true";
 const CONTROLLER_OF_WEST: &str = "--set controllers[0].link.ref.name=west";

@@ -47,23 +47,59 @@ fn availability(values: &[&str]) -> BTreeMap<String, (u64, bool)> {
 
 #[test]
 fn a_highly_available_installation_has_several_pods_and_a_disruption_budget_for_each_deployment() {
-    let check = |values: &[&str], [east, south, gateway, local]: [(u64, bool); 4]| {
+    let check = |values: &[&str], [east, south, gateway, local, all_links]: [(u64, bool); 5]| {
         let expected = BTreeMap::from([
             ("controller-east".to_owned(), east),
             ("controller-south".to_owned(), south),
             ("linkerd-gateway".to_owned(), gateway),
             ("linkerd-local-service-mirror".to_owned(), local),
+            ("linkerd-service-mirror".to_owned(), all_links),
         ]);
         assert_eq!(availability(values), expected, "{values:?}");
     };
-    check(&[], [(1, false); 4]);
+    check(&[], [(1, false); 5]);
     let ha = format!("--values={}/values-ha.yaml", chart_path("tulle-multicluster"));
-    check(&[&ha], [(2, true), (2, true), (3, true), (2, true)]);
+    check(&[&ha], [(2, true), (2, true), (3, true), (2, true), (2, true)]);
     // A controller has its own anti-affinity, and its budget follows it.
     let one = "--set=controllers[0].replicas=1,controllers[0].enablePodAntiAffinity=false";
-    check(&[&ha, one], [(1, false), (2, true), (3, true), (2, true)]);
+    check(&[&ha, one], [(1, false), (2, true), (3, true), (2, true), (2, true)]);
     let others = "--set=enablePodAntiAffinity=true";
-    check(&[others], [(1, false), (1, false), (1, true), (1, true)]);
+    check(&[others], [(1, false), (1, false), (1, true), (1, true), (1, false)]);
+}
+
+#[test]
+fn the_service_mirror_leaves_out_the_links_with_controllers_of_their_own() {
+    let args_of = |objects: &[Value]| {
+        let pod = &of_kind(objects, "Deployment")["linkerd-service-mirror"]["spec"]["template"]["spec"];
+        pod["containers"][0]["args"].as_array().unwrap().clone()
+    };
+    let args = args_of(&render(&["--set=serviceMirror.enableHeadlessServices=true"]));
+    for expected in ["-all-links", "-excluded-links=east,south", "-enable-headless-services"] {
+        assert!(args.contains(&json!(expected)), "{expected} is not in {args:?}");
+    }
+    let by_default = objects(&Helm::new().unwrap().template("tulle-multicluster", &[]).unwrap());
+    let args = args_of(&by_default);
+    assert!(args.contains(&json!("-all-links")), "{args:?}");
+    let text = |arg: &Value| arg.as_str().unwrap().to_owned();
+    let is_excluding = |arg: &Value| text(arg).starts_with("-excluded-links");
+    assert!(!args.iter().any(is_excluding), "{args:?}");
+    // Its pods are not those of the controllers that `tulle multicluster link` creates.
+    let selector = &of_kind(&by_default, "Deployment")["linkerd-service-mirror"]["spec"]["selector"]["matchLabels"];
+    let labels = json!({"component": "linkerd-service-mirror", "app": "linkerd-service-mirror"});
+    assert_eq!(*selector, labels);
+
+    let disabled = render(&["--set=serviceMirror.enabled=false"]);
+    let left = disabled.iter().filter(|object| {
+        object["metadata"]["name"]
+            .as_str()
+            .unwrap()
+            .starts_with("linkerd-service-mirror")
+    });
+    let left: Vec<_> = left
+        .filter(|object| object["metadata"]["labels"]["component"] == "service-mirror")
+        .collect();
+    assert!(left.is_empty(), "{left:?}");
+    assert!(!of_kind(&disabled, "Role").contains_key("linkerd-service-mirror"));
 }
 
 #[test]
@@ -108,7 +144,7 @@ fn the_gateway_serves_exported_services_unless_another_selector_is_set() {
 }
 
 #[test]
-fn the_pod_monitor_selects_the_controllers_and_the_local_service_mirror_by_labels_and_ports_that_they_have() {
+fn the_pod_monitor_selects_all_service_mirrors_by_labels_and_ports_that_they_have() {
     let objects = render(&["--set=podMonitor.enabled=true"]);
     let monitors = of_kind(&objects, "PodMonitor");
     assert_eq!(monitors.len(), 1);
@@ -133,14 +169,13 @@ fn the_pod_monitor_selects_the_controllers_and_the_local_service_mirror_by_label
     // The gateway has no metrics but those of its proxy, which the control plane's PodMonitor for proxies selects.
     assert_eq!(
         selected,
-        ["controller-east", "controller-south", "linkerd-local-service-mirror"]
+        [
+            "controller-east",
+            "controller-south",
+            "linkerd-local-service-mirror",
+            "linkerd-service-mirror"
+        ]
     );
-    // Pods of a controller that the deprecated command `link` prints.
-    assert!(selects(
-        &spec["selector"],
-        &json!({"component": "linkerd-service-mirror"})
-    ));
-    assert!(scraped.contains(&&json!("svcmi-admin")), "{scraped:?}");
 }
 
 /// Whether a label selector, which has only expressions with the operator `In`, selects these labels.

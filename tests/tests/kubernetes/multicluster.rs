@@ -1,5 +1,6 @@
 //! The service mirror between two API servers, with the permissions of the chart.
 
+mod all_links;
 mod commands;
 mod exported_services;
 mod leadership;
@@ -418,6 +419,7 @@ async fn services_of_several_clusters_join_and_leave_a_federated_service() {
     for mirror in mirrors.into_values().chain([this]) {
         mirror.end().await;
     }
+    Box::pin(all_links::check_all_links(&west, &other)).await;
 }
 
 /// The Links whose clusters join one federated Service, in the order of their names.

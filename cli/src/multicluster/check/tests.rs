@@ -57,8 +57,9 @@ fn healthy() -> MulticlusterState {
         links: Ok(vec![link("east")]),
         trust: Ok(trust_in(&[0])),
         controllers: Ok(vec![Controller {
+            namespace: "linkerd-multicluster".to_owned(),
             name: "controller-east".to_owned(),
-            link_name: "east".to_owned(),
+            link_name: Some("east".to_owned()),
             available: 1,
             is_legacy: false,
         }]),
@@ -103,6 +104,36 @@ fn a_healthy_link_has_no_problem() {
         ..healthy()
     };
     assert_eq!(problems(&unused), Vec::<String>::new());
+}
+
+#[test]
+fn the_service_mirror_for_all_links_serves_those_without_a_controller_in_its_namespace() {
+    let state = |n_links: usize, available: i32, namespace: &str| {
+        let mut state = healthy();
+        state.controllers.as_mut().unwrap().push(Controller {
+            namespace: namespace.to_owned(),
+            name: "linkerd-service-mirror".to_owned(),
+            link_name: None,
+            available,
+            is_legacy: false,
+        });
+        let links = [link("east"), link("north")].into_iter().take(n_links);
+        state.links = Ok(links.collect());
+        state
+    };
+    for healthy in [state(2, 1, "linkerd-multicluster"), state(1, 0, "linkerd-multicluster")] {
+        assert_eq!(problems(&healthy), Vec::<String>::new());
+    }
+    for (state, expected) in [
+        (
+            state(2, 0, "linkerd-multicluster"),
+            "north: Deployment linkerd-service-mirror has no available pod",
+        ),
+        (state(2, 1, "mesh"), "north: there is no controller"),
+    ] {
+        let found = problems(&state).join("\n");
+        assert!(found.contains(expected), "{expected} is not in {found:?}");
+    }
 }
 
 fn with_link(change: fn(&mut LinkState)) -> MulticlusterState {
@@ -164,7 +195,7 @@ fn links_of_equal_clusters_or_names_are_found() {
                 };
                 state.links.as_mut().unwrap().push(second);
                 let mut controller = healthy().controllers.unwrap().remove(0);
-                controller.link_name = "e2".to_owned();
+                controller.link_name = Some("e2".to_owned());
                 state.controllers.as_mut().unwrap().push(controller);
             }),
             "Link resources are valid",
@@ -317,22 +348,14 @@ fn each_problem_of_the_extension_and_of_mirrors_is_found() {
 }
 
 #[test]
-fn the_fix_for_a_controller_keeps_the_other_controllers_and_the_gateway() {
+fn the_fix_for_a_link_without_a_controller_keeps_the_gateway() {
     let mut state = with_link(|link| link.permissions = Err("there is no Role r".to_owned()));
-    let without_gateway = LinkState {
-        has_gateway: false,
-        ..link("north")
-    };
-    let links = state.links.as_mut().unwrap();
-    links.extend([without_gateway, link("south")]);
-    let mut legacy = healthy().controllers.unwrap().remove(0);
-    (legacy.link_name, legacy.is_legacy) = ("south".to_owned(), true);
-    state.controllers.as_mut().unwrap().push(legacy);
-    for (has_gateway, command) in [
-        (Ok(true), "`tulle multicluster install -f controllers.yaml | kubectl"),
+    state.links.as_mut().unwrap().push(link("north"));
+    for (has_gateway, fix) in [
+        (Ok(true), "`tulle multicluster install --set serviceMirror"),
         (
             Ok(false),
-            "`tulle multicluster install --gateway=false -f controllers.yaml | kubectl",
+            "`tulle multicluster install --gateway=false --set serviceMirror",
         ),
         (
             Err("forbidden".to_owned()),
@@ -341,14 +364,9 @@ fn the_fix_for_a_controller_keeps_the_other_controllers_and_the_gateway() {
     ] {
         state.has_gateway = has_gateway;
         let fixes = report(&state).checks.into_iter().filter_map(|check| check.hint);
-        let fixes: Vec<_> = fixes.filter(|fix| fix.contains("controllers.yaml")).collect();
         // Of the controllers without permissions, and of the Link `north` without a controller.
+        let fixes: Vec<_> = fixes.filter(|found| found.contains(fix)).collect();
         assert_eq!(fixes.len(), 2, "{fixes:?}");
-        let controllers =
-            "controllers: [{link: {ref: {name: east}}}, {link: {ref: {name: north}}, gateway: {enabled: false}}]";
-        for fix in fixes {
-            assert!(fix.contains(controllers) && fix.contains(command), "{fix}");
-        }
     }
 }
 

@@ -78,6 +78,7 @@ pub(in crate::mirror) struct LocalCluster {
 pub(in crate::mirror) struct LinkAge {
     pub(in crate::mirror) created_at: Option<Time>,
     pub(in crate::mirror) name: String,
+    pub(in crate::mirror) namespace: String,
     pub(in crate::mirror) cluster: String,
 }
 

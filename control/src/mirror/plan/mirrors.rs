@@ -48,19 +48,34 @@ struct Planner<'a> {
 
 /// Plans the mirrors of a linked cluster.
 pub(super) fn plan_mirrors(inputs: &Inputs<'_>, linked: Linked<'_>, plan: &mut Plan) {
-    let mut planner = Planner {
-        inputs,
-        link: linked.link,
-        gateway: linked.gateway,
-        plan,
-        wanted: HashSet::new(),
-    };
+    let mut planner = Planner::new(inputs, linked, plan);
     for (name, service) in inputs.exporting.exportable() {
         planner.mirror(name, service);
     }
     planner.remove_unwanted();
     if let Some(probe_service) = linked.probe_service {
         planner.write_probe_endpoints(probe_service);
+    }
+}
+
+/// Plans the Endpoints of existing mirrors, so that they follow the gateway while the exported Services are not known.
+pub(super) fn plan_endpoint_repairs(inputs: &Inputs<'_>, linked: Linked<'_>, plan: &mut Plan) {
+    let mut planner = Planner::new(inputs, linked, plan);
+    planner.repair_endpoints();
+    if let Some(probe_service) = linked.probe_service {
+        planner.write_probe_endpoints(probe_service);
+    }
+}
+
+impl<'a> Planner<'a> {
+    fn new(inputs: &'a Inputs<'a>, linked: Linked<'a>, plan: &'a mut Plan) -> Self {
+        Self {
+            inputs,
+            link: linked.link,
+            gateway: linked.gateway,
+            plan,
+            wanted: HashSet::new(),
+        }
     }
 }
 
@@ -318,6 +333,34 @@ impl Planner<'_> {
         annotations.insert(annotation::REMOTE_SERVICE_NAME.to_owned(), remote_name);
         let labels = self.labels(exported);
         self.endpoints_write(new_endpoints(exported.mirror, labels, annotations, subsets))
+    }
+
+    /// Plans Endpoints with the present addresses, port and readiness of the gateway for each mirror that has endpoints. Empty
+    /// Endpoints stay empty, because only the exported Service shows whether it has endpoints.
+    fn repair_endpoints(&mut self) {
+        let (link, local) = (self.link, self.inputs.local);
+        let (Some(settings), Some(addresses)) = (&link.gateway, self.gateway.addresses) else {
+            return;
+        };
+        for (name, endpoints) in &local.endpoints {
+            // The endpoints of a headless mirror are the mirrors of its pods.
+            let service = local.services.get(name).filter(|service| !is_headless(service));
+            let is_mirror = is_mirror_of(&endpoints.metadata, &link.cluster)
+                && service.is_some_and(|service| is_mirror_of(&service.metadata, &link.cluster));
+            let Some(subset) = endpoints.subsets.iter().flatten().next().filter(|_| is_mirror) else {
+                continue;
+            };
+            let ports = subset.ports.iter().flatten().map(|port| EndpointPort {
+                port: settings.port.into(),
+                ..port.clone()
+            });
+            let subset = gateway_subset(addresses, self.gateway.is_alive, ports.collect());
+            let mut annotations = endpoints.metadata.annotations.clone().unwrap_or_default();
+            annotations.extend(gateway_annotations(settings));
+            let labels = endpoints.metadata.labels.clone().unwrap_or_default();
+            let write = self.endpoints_write(new_endpoints(name, labels, annotations, vec![subset]));
+            self.plan.add_step(name.clone(), write.into_iter().collect());
+        }
     }
 
     /// Plans the Endpoints of the Service through which the gateway is probed. They are always ready, so that the gateway is also

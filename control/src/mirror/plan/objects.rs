@@ -138,7 +138,7 @@ pub(super) fn mirror_ports(service: &Service) -> Vec<ServicePort> {
     ports.collect()
 }
 
-pub(super) fn new_service(
+pub(in crate::mirror) fn new_service(
     name: &NamespacedName,
     labels: BTreeMap<String, String>,
     annotations: BTreeMap<String, String>,

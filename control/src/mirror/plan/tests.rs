@@ -1,5 +1,6 @@
 mod members;
 mod pods;
+mod repairs;
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -81,19 +82,26 @@ impl Case {
     }
 
     fn plan(&self) -> Plan {
-        let probe = NamespacedName::new("multicluster", "probe-east");
-        self.plan_as(Exporter::Linked(Linked {
+        self.plan_as(Exporter::Linked(self.linked(&probe_service())))
+    }
+
+    fn plan_as(&self, exporter: Exporter<'_>) -> Plan {
+        plan(&self.inputs(exporter))
+    }
+
+    fn linked<'a>(&'a self, probe_service: &'a NamespacedName) -> Linked<'a> {
+        Linked {
             link: &self.link,
             gateway: GatewayState {
                 addresses: Some(&self.addresses).filter(|all| !all.is_empty()).map(Vec::as_slice),
                 is_alive: self.is_alive,
             },
-            probe_service: Some(&probe),
-        }))
+            probe_service: Some(probe_service),
+        }
     }
 
-    fn plan_as(&self, exporter: Exporter<'_>) -> Plan {
-        plan(&Inputs {
+    fn inputs<'a>(&'a self, exporter: Exporter<'a>) -> Inputs<'a> {
+        Inputs {
             exporter,
             federated_selector: &self.link.federated_selector,
             excluded_labels: &self.link.excluded_labels,
@@ -103,7 +111,7 @@ impl Case {
             may_create_namespaces: self.may_create_namespaces,
             mirrors_pods: self.mirrors_pods,
             source_versions: &self.source_versions,
-        })
+        }
     }
 
     /// Executes a plan as an API server would, and returns it. Asserts that a second plan is empty.
@@ -171,6 +179,10 @@ impl Case {
     }
 }
 
+fn probe_service() -> NamespacedName {
+    NamespacedName::new("multicluster", "probe-east")
+}
+
 fn exported_endpoints(endpoints: Value) -> ExportedEndpoints {
     let endpoints: Endpoints = serde_json::from_value(endpoints).unwrap();
     ExportedEndpoints::from(&endpoints)
@@ -181,6 +193,7 @@ fn link_age(cluster: &str, second: i64) -> LinkAge {
         cluster: cluster.to_owned(),
         created_at: Some(Time(k8s_openapi::jiff::Timestamp::from_second(second).unwrap())),
         name: cluster.to_owned(),
+        namespace: "multicluster".to_owned(),
     }
 }
 
@@ -431,7 +444,7 @@ fn the_endpoints_of_the_probe_service_are_ready_even_if_the_gateway_is_not_alive
     case.is_alive = false;
     case.add_local(json!({"metadata": {"name": "probe-east", "namespace": "multicluster"}}));
     case.apply();
-    let endpoints = &case.local.endpoints[&NamespacedName::new("multicluster", "probe-east")];
+    let endpoints = &case.local.endpoints[&probe_service()];
     let endpoints = serde_json::to_value(&**endpoints).unwrap();
     let ports = json!([{"name": "mc-probe", "port": 4191, "protocol": "TCP"}]);
     assert_eq!(

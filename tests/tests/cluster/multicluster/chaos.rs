@@ -12,7 +12,7 @@ use serde_json::Value;
 use tokio::time::{Instant, sleep};
 use tulle_bench::load::stats::Report;
 use tulle_tests::cluster::Cut;
-use tulle_tests::linked_clusters::{CLIENT, LinkedClusters, NAMESPACE, responding_clusters, tulle};
+use tulle_tests::linked_clusters::{CLIENT, LinkedClusters, NAMESPACE, SERVICE_MIRROR, responding_clusters, tulle};
 use tulle_tests::meshed::{MeshedCluster, assert_all_ok, find_process};
 
 /// Requests to the mirror, through the gateway.
@@ -66,8 +66,9 @@ pub(super) async fn no_request_is_lost(linked: &LinkedClusters) {
         wait_for_rollout(&linked.east, NAMESPACE, "linkerd-gateway").await
     });
     load_during(linked, "a rollout of the gateway", GATEWAY, 10, rollout).await;
+    let service_mirror = format!("app={SERVICE_MIRROR}");
     for target in [GATEWAY, FEDERATED] {
-        let killed = Box::pin(kill_process(&linked.west, "component=controller", &["tulle-control"]));
+        let killed = Box::pin(kill_process(&linked.west, &service_mirror, &["tulle-control"]));
         load_during(linked, "the service mirror killed", target, 5, killed).await;
     }
     let seconds = if full { 30 } else { 10 };

@@ -5,20 +5,19 @@ use anyhow::ensure;
 use serde::Deserialize as _;
 use serde_json::Value;
 use tulle_tests::charts::Helm;
-use tulle_tests::linked_clusters::{LinkedClusters, NAMESPACE};
+use tulle_tests::linked_clusters::{LinkedClusters, NAMESPACE, SERVICE_MIRROR};
 
-use crate::permissions::{self, CONTROL_PLANE, UnusedGrant};
+use crate::permissions::{self, UnusedGrant};
 
 /// The accounts in `west` whose permissions the chart grants.
-const ACCOUNTS: [&str; 3] = [CONTROLLER, LOCAL_MIRROR, "linkerd-destination"];
-const CONTROLLER: &str = "controller-east";
+const ACCOUNTS: [&str; 2] = [SERVICE_MIRROR, LOCAL_MIRROR];
 const LOCAL_MIRROR: &str = "linkerd-local-service-mirror";
 
 /// Grants that the earlier steps can leave unused. Those of the account for other clusters are not compared: Linkerd's service mirror
 /// and destination service use more of them than those of tulle.
 const ALLOWED_UNUSED_GRANTS: [UnusedGrant; 6] = [
     UnusedGrant {
-        account: CONTROLLER,
+        account: SERVICE_MIRROR,
         verb: "get",
         resource: "endpoints",
         why: "only if Endpoints of another owner have the name of a mirror",
@@ -39,13 +38,13 @@ const ALLOWED_UNUSED_GRANTS: [UnusedGrant; 6] = [
         account: LOCAL_MIRROR,
         verb: "create",
         resource: "services",
-        why: "the controller can create the federated Service first",
+        why: "the other service mirror can create the federated Service first",
     },
     UnusedGrant {
         account: LOCAL_MIRROR,
         verb: "update",
         resource: "services",
-        why: "only if the controller has created the federated Service, or if the local member changes",
+        why: "only if the other service mirror has created the federated Service, or if the local member changes",
     },
     UnusedGrant {
         account: LOCAL_MIRROR,
@@ -57,8 +56,8 @@ const ALLOWED_UNUSED_GRANTS: [UnusedGrant; 6] = [
 
 pub(super) async fn permissions_are_those_that_are_used(linked: &LinkedClusters) {
     let (west, east) = (&linked.west.cluster, &linked.east.cluster);
-    let values = ["--namespace", NAMESPACE, "--set=controllers[0].link.ref.name=east"];
-    let rendered = Helm::new().unwrap().template("tulle-multicluster", &values).unwrap();
+    let namespace = ["--namespace", NAMESPACE];
+    let rendered = Helm::new().unwrap().template("tulle-multicluster", &namespace).unwrap();
     let objects: Vec<Value> = serde_yaml_ng::Deserializer::from_str(&rendered)
         .map(|document| Value::deserialize(document).unwrap())
         .collect();
@@ -70,8 +69,7 @@ pub(super) async fn permissions_are_those_that_are_used(linked: &LinkedClusters)
     assert!(granted.len() > 20, "{granted:?}");
     let all_used = async || {
         let log = west.audit_log()?;
-        let mut used = permissions::permitted_requests(&log, NAMESPACE);
-        used.extend(permissions::permitted_requests(&log, CONTROL_PLANE));
+        let used = permissions::permitted_requests(&log, NAMESPACE);
         let is_used = |grant: &&permissions::Permission| used.iter().any(|requested| grant.is_used_by(requested));
         let unused = granted.iter().filter(|grant| !is_used(grant));
         let unused: Vec<_> = unused.map(ToString::to_string).collect();

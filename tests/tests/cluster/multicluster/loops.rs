@@ -222,7 +222,8 @@ const MAX_RECEIVED_PER_REQUEST: u64 = 3;
 const MAX_DIFFERENCE: f64 = 0.05;
 /// The identity of the gateway of `west`.
 const GATEWAY_OF_WEST_ID: &str = "linkerd-gateway.linkerd-multicluster.serviceaccount.identity.linkerd.cluster.local";
-const CONTROLLER_KINDS: &str = "deployment,serviceaccount,role,rolebinding,clusterrole,clusterrolebinding";
+/// The cluster role is also that of the service mirror for all Links.
+const CONTROLLER_KINDS: &str = "deployment,serviceaccount,role,rolebinding,clusterrolebinding";
 const CONTROLLER_LABELS: &str = "linkerd.io/extension=multicluster,component=controller";
 const ROUTE: &str = "
 apiVersion: gateway.networking.k8s.io/v1

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::ensure;
 use tokio::time::{Instant, sleep_until};
 use tulle_tests::cluster::Cut;
-use tulle_tests::linked_clusters::{LinkedClusters, NAMESPACE, tulle};
+use tulle_tests::linked_clusters::{LinkedClusters, NAMESPACE, SERVICE_MIRROR, tulle};
 use tulle_tests::meshed::MeshedCluster;
 
 use super::chaos::{GATEWAY, load_during, scale_deployment, wait_for_rollout};
@@ -91,7 +91,7 @@ pub(super) async fn local_traffic_continues_without_the_other_cluster(linked: &L
     let outage = Box::pin(async {
         linked.network.cut(Cut::All)?;
         let end = Instant::now() + NETWORK_OUTAGE;
-        for (namespace, name) in [("linkerd", "linkerd-destination"), (NAMESPACE, "controller-east")] {
+        for (namespace, name) in [("linkerd", "linkerd-destination"), (NAMESPACE, SERVICE_MIRROR)] {
             west.kubectl(&format!("rollout restart -n {namespace} deploy/{name}"))
                 .await?;
             wait_for_rollout(west, namespace, name).await?;

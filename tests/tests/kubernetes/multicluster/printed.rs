@@ -54,10 +54,12 @@ pub(super) const LEGACY_CONTROLLER: [&str; 10] = [
 ];
 
 /// What `unlink` prints of a Link besides its controller.
-pub(super) const LINK: [&str; 3] = [
+pub(super) const LINK: [&str; 5] = [
     "Link linkerd-multicluster/east",
     "Secret linkerd-multicluster/cluster-credentials-east",
     "Secret linkerd/cluster-credentials-east",
+    "Role linkerd/cluster-credentials-east",
+    "RoleBinding linkerd/cluster-credentials-east",
 ];
 
 /// What `unlink` also prints once the controller has mirrored the Service `web`.
@@ -68,16 +70,19 @@ pub(super) const MIRRORED: [&str; 2] = [
 
 /// What `uninstall` prints of an installation with a controller for the Link `east`, in the order of deletion. The other objects are
 /// deleted with their namespace.
-pub(super) const UNINSTALLATION: [&str; 15] = [
+pub(super) const UNINSTALLATION: [&str; 18] = [
     "Service shop/web-federated",
     "RoleBinding linkerd-multicluster/controller-read-remote-creds-east",
     "RoleBinding linkerd-multicluster/linkerd-local-service-mirror",
+    "RoleBinding linkerd-multicluster/linkerd-service-mirror",
     "RoleBinding linkerd/remote-discovery-east",
     "Role linkerd-multicluster/controller-read-remote-creds-east",
     "Role linkerd-multicluster/linkerd-local-service-mirror",
+    "Role linkerd-multicluster/linkerd-service-mirror",
     "Role linkerd/remote-discovery-east",
     "ClusterRoleBinding linkerd-local-service-mirror-access-local-resources",
     "ClusterRoleBinding linkerd-multicluster-controller-access-local-resources-east",
+    "ClusterRoleBinding linkerd-service-mirror-access-local-resources",
     "ClusterRoleBinding linkerd-service-mirror-remote-access-default",
     "ClusterRole linkerd-local-service-mirror-access-local-resources",
     "ClusterRole linkerd-multicluster-controller-access-local-resources",

@@ -285,10 +285,60 @@ async fn check_backup(mut link: ProxiedLink<'_>, slow: Upstream, backup: Upstrea
     link.mirror.end().await;
 }
 
+/// The service mirror has never listed the exported Services, because it has no credentials, or because the API server cannot be
+/// reached. An existing mirror still follows the gateway, which does not answer probes.
+async fn check_gateway_without_list(west: &ApiServer, name: &'static str, access: Option<&Path>, cause: &str) {
+    let mirror = format!("known-{name}");
+    let labels = json!({"mirror.linkerd.io/mirrored-service": "true", "mirror.linkerd.io/cluster-name": name});
+    let mut known = endpoints(&mirror, &json!([{"ip": "192.0.2.7"}]));
+    known["metadata"]["labels"] = labels.clone();
+    apply(west, &service(&mirror, &labels)).await;
+    apply(west, &known).await;
+    let before = services(west.client()).get(&mirror).await.unwrap();
+
+    let mut probed = link(name);
+    probed["spec"]["probeSpec"] = json!({
+        "path": "/ready", "port": "4191", "period": "100ms", "timeout": "100ms", "failureThreshold": "2",
+    });
+    apply(west, &probed).await;
+    // The status that an earlier process wrote.
+    let condition = json!({
+        "type": "Mirrored", "status": "True", "reason": "Mirrored", "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    });
+    let remote = json!({"name": "known", "namespace": "shop"});
+    let entry = json!({"controllerName": "linkerd.io/service-mirror", "remoteRef": remote, "conditions": [condition]});
+    let status = Patch::Merge(json!({"status": {"mirrorServices": [entry]}}));
+    let written = links(west, "v1alpha3");
+    let written = written.patch_status(name, &PatchParams::default(), &status).await;
+    written.unwrap();
+    if let Some(access) = access {
+        put_credentials(west, name, access).await;
+    }
+
+    // Nothing answers at the cluster IP of the Service that the chart creates.
+    let config = Config {
+        probe_service: Some(format!("probe-{name}")),
+        ..mirror_config(Scope::Link(name.to_owned()))
+    };
+    let running = Mirror::start_with(west, &format!("controller-{name}"), config).await;
+    wait_for_addresses(west, &mirror, 0).await;
+    let all = Api::<Endpoints>::namespaced(west.client(), "shop");
+    let subsets = all.get(&mirror).await.unwrap().subsets.unwrap();
+    assert_eq!(subsets[0].not_ready_addresses.as_ref().unwrap()[0].ip, "192.0.2.7");
+    for (series, expected) in [("gateway_enabled", 1.0), ("gateway_alive", 0.0)] {
+        let series = format!("{series}{{target_cluster_name=\"{name}\"}}");
+        assert_eq!(running.metric(&series), Some(expected), "{series}");
+    }
+    wait_for_condition(west, name, "mirrorServices", ("known", "Unknown", cause)).await;
+    let after = services(west.client()).get(&mirror).await.unwrap();
+    assert_eq!(after.metadata.uid, before.metadata.uid);
+    running.end().await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn mirrors_stay_while_the_other_api_server_fails_and_follow_it_afterwards() {
-    let links = ["unauthorized", "forbidden", "gone", "restored"];
-    let (west, east) = tokio::join!(cluster(&links), cluster(&[]));
+    let (west, east) = tokio::join!(cluster(&FAILING_LINKS), cluster(&[]));
     let access = remote_access(&east).await;
     let client = kubeconfig::client(&access).await.unwrap();
     export(&east, "web").await;
@@ -324,8 +374,35 @@ async fn mirrors_stay_while_the_other_api_server_fails_and_follow_it_afterwards(
         checks.push(Box::pin(check_failure(link, &healthy, failure, cause)));
     }
     let restored = ProxiedLink::start(&west, &east, "restored", &access).await;
-    tokio::join!(join_all(checks), Box::pin(check_backup(restored, slow, backup)));
+    let closed = ReverseProxy {
+        addr: free_addr(&west),
+        app: None,
+    };
+    let away = closed.write_kubeconfig(&east, &access);
+    let unusable = access.with_extension("unusable");
+    fs::write(&unusable, "no kubeconfig").unwrap();
+    let without_list = [
+        ("absent", None, "there is no Secret"),
+        ("unusable", Some(&*unusable), "gives no access to unusable"),
+        ("away", Some(&*away), "of the cluster away"),
+    ]
+    .map(|(name, access, cause)| Box::pin(check_gateway_without_list(&west, name, access, cause)));
+    tokio::join!(
+        join_all(checks),
+        join_all(without_list),
+        Box::pin(check_backup(restored, slow, backup))
+    );
 }
+
+const FAILING_LINKS: [&str; 7] = [
+    "unauthorized",
+    "forbidden",
+    "gone",
+    "restored",
+    "absent",
+    "unusable",
+    "away",
+];
 
 /// How often it was reported that the exported Services of `east` cannot be read.
 const UNREADABLE: &str = "tulle_mirror_errors_total{target_cluster_name=\"east\",reason=\"Unreadable\"}";
