@@ -380,7 +380,7 @@ fn controllers_are_managed(links: &[LinkState], state: &MulticlusterState) -> Ch
     })
 }
 
-fn probe_services_are_valid(links: &[LinkState], state: &MulticlusterState) -> CheckResult {
+fn probe_services_are_valid(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
     let failure = |link: &LinkState| {
         let failure = link.probe_service.as_ref().err();
         failure.filter(|_| link.has_gateway).cloned()

@@ -91,16 +91,22 @@ pub(super) async fn namespace(cluster: &Cluster) -> anyhow::Result<Option<String
     Ok(found.first().map(kube::ResourceExt::name_any))
 }
 
-/// The Role and its RoleBinding by which the destination service may read the credentials for a linked cluster. They have the name
-/// of the Secret.
-pub(super) fn destination_permissions(cluster: &str, control_plane: &str) -> [Value; 2] {
+/// The Roles and their RoleBindings by which the service mirror, in the namespace of the Link, and the destination service may read the
+/// credentials for a linked cluster. They have the name of the Secret.
+pub(super) fn credentials_permissions(cluster: &str, link_namespace: &str, control_plane: &str) -> [Value; 4] {
+    let [role, binding] = secret_permissions(cluster, link_namespace, SERVICE_MIRROR);
+    let [destination_role, destination_binding] = secret_permissions(cluster, control_plane, "linkerd-destination");
+    [role, binding, destination_role, destination_binding]
+}
+
+fn secret_permissions(cluster: &str, namespace: &str, account: &str) -> [Value; 2] {
     let name = secret_name(cluster);
     let metadata = json!({
-        "name": name, "namespace": control_plane, "labels": {label::EXTENSION: "multicluster"},
+        "name": name, "namespace": namespace, "labels": {label::EXTENSION: "multicluster"},
     });
     let rule =
         json!({"apiGroups": [""], "resources": ["secrets"], "resourceNames": [name], "verbs": ["list", "watch"]});
-    let subject = json!({"kind": "ServiceAccount", "name": "linkerd-destination", "namespace": control_plane});
+    let subject = json!({"kind": "ServiceAccount", "name": account, "namespace": namespace});
     [
         json!({"apiVersion": RBAC, "kind": "Role", "metadata": metadata, "rules": [rule]}),
         json!({
@@ -148,18 +154,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_destination_service_may_read_the_credentials_for_one_cluster() {
-        let [role, binding] = destination_permissions("east", "linkerd");
+    fn the_service_mirror_and_the_destination_service_may_read_the_credentials_for_one_cluster() {
+        let objects = credentials_permissions("east", "links", "mesh");
         let rule = json!({
             "apiGroups": [""], "resources": ["secrets"], "resourceNames": ["cluster-credentials-east"],
             "verbs": ["list", "watch"],
         });
-        assert_eq!(role["rules"], json!([rule]));
-        for object in [&role, &binding] {
-            assert_eq!(object["metadata"]["name"], "cluster-credentials-east");
-            assert_eq!(object["metadata"]["namespace"], "linkerd");
+        for (pair, (namespace, account)) in objects
+            .chunks(2)
+            .zip([("links", "linkerd-service-mirror"), ("mesh", "linkerd-destination")])
+        {
+            let (role, binding) = (&pair[0], &pair[1]);
+            assert_eq!(role["rules"], json!([rule]));
+            for object in [role, binding] {
+                assert_eq!(object["metadata"]["name"], "cluster-credentials-east");
+                assert_eq!(object["metadata"]["namespace"], namespace);
+            }
+            assert_eq!(binding["roleRef"]["name"], role["metadata"]["name"]);
+            let subject = json!({"kind": "ServiceAccount", "name": account, "namespace": namespace});
+            assert_eq!(binding["subjects"], json!([subject]));
         }
-        assert_eq!(binding["roleRef"]["name"], role["metadata"]["name"]);
-        assert_eq!(binding["subjects"][0]["name"], "linkerd-destination");
     }
 }

@@ -17,7 +17,7 @@ use tulle_core::dns_names::is_dns_label;
 use tulle_core::duration;
 use tulle_core::names::{annotation, label};
 
-use super::extension::{CREDENTIALS_SECRET_TYPE, DEFAULT_NAMESPACE, destination_permissions};
+use super::extension::{CREDENTIALS_SECRET_TYPE, DEFAULT_NAMESPACE, credentials_permissions};
 use crate::install::manifests::{Output, format_manifests};
 use crate::kubernetes::{self, Cluster, reason};
 use crate::{config, runtime};
@@ -128,7 +128,8 @@ pub(super) fn link_manifests(args: &Args, flags: &kubernetes::Flags) -> anyhow::
         read_target(args, &cluster, &access).await
     })?;
     let mut manifests = manifests(args, &target, &flags.linkerd_namespace)?;
-    manifests.extend(destination_permissions(&args.cluster_name, &flags.linkerd_namespace));
+    let permissions = credentials_permissions(&args.cluster_name, &args.namespace, &flags.linkerd_namespace);
+    manifests.extend(permissions);
     Ok(manifests)
 }
 

@@ -62,7 +62,12 @@ async fn list_objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Valu
     let secret = secret.map_or_else(|| secret_name(name), str::to_owned);
     let link_namespace = Some(&**namespace);
     let lease = format!("service-mirror-write-{name}");
-    for (api_version, kind, object) in [("v1", "Secret", &secret), ("coordination.k8s.io/v1", "Lease", &lease)] {
+    for (api_version, kind, object) in [
+        ("v1", "Secret", &secret),
+        (RBAC, "Role", &secret),
+        (RBAC, "RoleBinding", &secret),
+        ("coordination.k8s.io/v1", "Lease", &lease),
+    ] {
         objects.extend(find_object(cluster, api_version, kind, link_namespace, object).await?);
     }
     objects.push(object_ref(

@@ -9,11 +9,13 @@ use crate::access_review::{AccessReview, ESCALATIONS, Expectation, VERBS, apply_
 const NAMESPACE: &str = "linkerd-multicluster";
 /// The controller of the Link `east`.
 const CONTROLLER: &str = "controller-east";
+/// The controller of all other Links, which may read the credentials that the output of `link-gen` permits.
+const SERVICE_MIRROR: &str = "linkerd-service-mirror";
 const LOCAL_MIRROR: &str = "linkerd-local-service-mirror";
 const GATEWAY: &str = "linkerd-gateway";
 /// The account whose token other clusters have.
 const REMOTE_READER: &str = "linkerd-service-mirror-remote-access-default";
-const ACCOUNTS: [&str; 4] = [CONTROLLER, LOCAL_MIRROR, GATEWAY, REMOTE_READER];
+const ACCOUNTS: [&str; 5] = [CONTROLLER, SERVICE_MIRROR, LOCAL_MIRROR, GATEWAY, REMOTE_READER];
 
 const READ: &[&str] = &["get", "list", "watch"];
 const FOLLOW: &[&str] = &["list", "watch"];
@@ -61,8 +63,7 @@ const ACCESS: &[AccessRow] = &[
     ),
     (CONTROLLER, "namespaces", "", "", FOLLOW),
     (CONTROLLER, "pods", "", "", &[]),
-    (CONTROLLER, "links.multicluster.linkerd.io", NAMESPACE, "", FOLLOW),
-    (CONTROLLER, "links.multicluster.linkerd.io", "shop", "", &[]),
+    (CONTROLLER, "links.multicluster.linkerd.io", "", "", FOLLOW),
     (
         CONTROLLER,
         "links.multicluster.linkerd.io/status",
@@ -88,6 +89,27 @@ const ACCESS: &[AccessRow] = &[
         &["create", "get", "update"],
     ),
     (CONTROLLER, "leases.coordination.k8s.io", "linkerd", "", &[]),
+    (SERVICE_MIRROR, "namespaces", "", "", FOLLOW),
+    (SERVICE_MIRROR, "pods", "", "", &[]),
+    (SERVICE_MIRROR, "links.multicluster.linkerd.io", "", "", FOLLOW),
+    (
+        SERVICE_MIRROR,
+        "links.multicluster.linkerd.io/status",
+        NAMESPACE,
+        "",
+        &["patch"],
+    ),
+    (SERVICE_MIRROR, "links.multicluster.linkerd.io/status", "shop", "", &[]),
+    (SERVICE_MIRROR, "events.events.k8s.io", NAMESPACE, "", RECORD),
+    (SERVICE_MIRROR, "events.events.k8s.io", "shop", "", &[]),
+    (
+        SERVICE_MIRROR,
+        "leases.coordination.k8s.io",
+        NAMESPACE,
+        "",
+        &["create", "get", "update"],
+    ),
+    (SERVICE_MIRROR, "leases.coordination.k8s.io", "linkerd", "", &[]),
     (
         LOCAL_MIRROR,
         "services",
@@ -97,7 +119,7 @@ const ACCESS: &[AccessRow] = &[
     ),
     (LOCAL_MIRROR, "endpoints", "", "", &[]),
     (LOCAL_MIRROR, "namespaces", "", "", FOLLOW),
-    (LOCAL_MIRROR, "links.multicluster.linkerd.io", NAMESPACE, "", FOLLOW),
+    (LOCAL_MIRROR, "links.multicluster.linkerd.io", "", "", FOLLOW),
     (
         LOCAL_MIRROR,
         "links.multicluster.linkerd.io/status",

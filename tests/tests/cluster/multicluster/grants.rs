@@ -23,13 +23,13 @@ const ALLOWED_UNUSED_GRANTS: [UnusedGrant; 6] = [
         why: "only if Endpoints of another owner have the name of a mirror",
     },
     UnusedGrant {
-        account: CONTROLLER,
+        account: SERVICE_MIRROR,
         verb: "create",
         resource: "events",
         why: "only if the Link has a problem",
     },
     UnusedGrant {
-        account: CONTROLLER,
+        account: SERVICE_MIRROR,
         verb: "patch",
         resource: "events",
         why: "only if a problem of the Link ends and comes back soon",

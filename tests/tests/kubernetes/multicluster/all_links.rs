@@ -23,6 +23,9 @@ pub(super) async fn check_all_links(west: &ApiServer, other: &ApiServer) {
     wait_for_holder(west, "b1", "own").await;
     export(other, "shared").await;
 
+    for link in LINKS.into_iter().filter(|link| *link != "b2") {
+        permit_credentials(west, link).await;
+    }
     let shared = Mirror::start(west, ACCOUNT, Scope::all_links_except("b2")).await;
     for link in LINKS.into_iter().filter(|link| !["a1", "b2"].contains(link)) {
         wait_for_mirrored(west, link, "shared").await;
@@ -91,6 +94,31 @@ async fn create_account_as_in_linkerd(west: &ApiServer) {
     }
 }
 
+/// Lets the shared service mirror read the credentials of a Link, as the output of `link-gen` does.
+async fn permit_credentials(west: &ApiServer, link: &str) {
+    let name = format!("shared-credentials-{link}");
+    let secret = format!("--resource-name=cluster-credentials-{link}");
+    let (role, account) = (
+        format!("--role={name}"),
+        format!("--serviceaccount={NAMESPACE}:{ACCOUNT}"),
+    );
+    for args in [
+        &[
+            "create",
+            "role",
+            &name,
+            "-n",
+            NAMESPACE,
+            "--verb=list,watch",
+            "--resource=secrets",
+            &secret,
+        ][..],
+        &["create", "rolebinding", &name, "-n", NAMESPACE, &role, &account],
+    ] {
+        west.kubectl(args).await.unwrap();
+    }
+}
+
 /// When the own service mirror of `b1` ends, the shared one mirrors the cluster.
 async fn check_handover(west: &ApiServer, other: &ApiServer, own: Mirror) {
     own.end().await;
@@ -105,6 +133,7 @@ async fn check_handover(west: &ApiServer, other: &ApiServer, own: Mirror) {
 /// the ones of the chart.
 async fn check_added_link(west: &ApiServer, access: &Path) {
     put_credentials(west, "added", access).await;
+    permit_credentials(west, "added").await;
     let mut added = link("added");
     added["spec"]["probeSpec"] = json!({"path": "/ready", "port": "4191"});
     apply(west, &added).await;

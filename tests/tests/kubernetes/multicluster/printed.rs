@@ -54,9 +54,11 @@ pub(super) const LEGACY_CONTROLLER: [&str; 10] = [
 ];
 
 /// What `unlink` prints of a Link besides its controller.
-pub(super) const LINK: [&str; 5] = [
+pub(super) const LINK: [&str; 7] = [
     "Link linkerd-multicluster/east",
     "Secret linkerd-multicluster/cluster-credentials-east",
+    "Role linkerd-multicluster/cluster-credentials-east",
+    "RoleBinding linkerd-multicluster/cluster-credentials-east",
     "Secret linkerd/cluster-credentials-east",
     "Role linkerd/cluster-credentials-east",
     "RoleBinding linkerd/cluster-credentials-east",
