@@ -355,7 +355,7 @@ pub const ALL: &[Cause] = &[
         "policy-denied",
         Responsible::Policy,
         "403, PERMISSION_DENIED; an opaque connection is reset",
-        "No authorization permits this client. After the colon: the Server or default policy that decided, as in `policy-denied:server/web-http`. `why` is the reason: no authorization has the client's `network` or its `identity`, or the authorizations require TLS (`no-tls`) or an identity (`no-identity`), which the client does not have. `connect-tunnel`: authorizations permit the client, but the request opens a tunnel (`CONNECT`), and rules of the port would not see the bytes in it.",
+        "No authorization permits this client. After the colon: the Server or default policy that decided, as in `policy-denied:server/web-http`. `why` is the reason: no authorization has the client's `network` or its `identity`, or the authorizations require TLS (`no-tls`) or an identity (`no-identity`), which the client does not have. `connect-tunnel`: authorizations permit the client, but the request opens a tunnel (`CONNECT`), and rules of the port would not see the bytes in it. `certificate-expired`, `certificate-untrusted`: since the client connected, its certificate has expired, or its trust anchor was removed.",
         "`no-tls` and `no-identity`: mesh the client, or permit clients without identity. Otherwise add the client to the AuthorizationPolicy (`tulle diagnostics policy` shows the policies in force). `connect-tunnel`: to permit tunnels, add an HTTPRoute with `method: CONNECT`.",
     ),
     cause(
@@ -397,14 +397,14 @@ pub const ALL: &[Cause] = &[
         "tls-untrusted",
         Responsible::Mesh,
         "502, UNAVAILABLE",
-        "The peer's certificate is not signed by a trust anchor of this proxy.",
+        "The peer's certificate is not signed by a trust anchor of this proxy. Or an open connection ended because the trust anchor of its client was removed.",
         "While a root is replaced, trust both roots. `tulle check --proxy` shows the proxies that still have the old one.",
     ),
     cause(
         "tls-expired",
         Responsible::Mesh,
         "502, UNAVAILABLE",
-        "A certificate has expired or is not valid yet, or the proxy has none yet.",
+        "A certificate has expired or is not valid yet, or the proxy has none yet. Or requests were ended a minute after the certificate of their client had expired.",
         "Check the clocks, and why the proxy got no new certificate: see the identity messages in its log, and `linkerd-identity`.",
     ),
     cause(
@@ -432,8 +432,8 @@ pub const ALL: &[Cause] = &[
         "loop",
         Responsible::Mesh,
         "502, UNAVAILABLE",
-        "The request would come back to the proxy itself.",
-        "Usually a Service or route names the proxy's own port (4140, 4143).",
+        "The request would come back to the proxy itself, or a gateway would send it to its own workload.",
+        "Usually a Service or route names the proxy's own port (4140, 4143), or an exported Service selects the pods of the gateway.",
     ),
     cause(
         "discovery-timeout",

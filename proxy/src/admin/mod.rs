@@ -4,6 +4,7 @@
 //! inbound policy of this port authorizes requests other than probes. Loopback-only routes are closed to other hosts, even if
 //! the policy permits them.
 
+mod certified_stream;
 mod debug_pages;
 mod probes;
 mod response;
@@ -26,6 +27,7 @@ use tulle_core::logging::LogHandle;
 use tulle_core::metrics::Registry;
 use tulle_core::readiness::Readiness;
 
+use certified_stream::CertifiedStream;
 pub(crate) use debug_pages::DebugPage;
 pub(crate) use probes::{InvalidProbe, Probe};
 use response::{AdminResponse, forbidden, method_not_allowed};
@@ -96,7 +98,7 @@ pub(crate) fn server(config: &Config, params: AdminParams) -> Admin {
 }
 
 /// Terminates TLS and detects the HTTP version. The timeout is that of the admin server.
-async fn accept_tls(stream: TcpStream, creds: Credentials) -> io::Result<(Io, Version, Tls)> {
+async fn accept_tls(stream: TcpStream, creds: Credentials) -> io::Result<(CertifiedStream, Version, Tls)> {
     let (tls, client_handshake) = tls_server::accept_or_reset(Tcp::new(stream), &creds, Alpn::Unset)
         .await
         .map_err(io::Error::other)?;
@@ -109,7 +111,8 @@ async fn accept_tls(stream: TcpStream, creds: Credentials) -> io::Result<(Io, Ve
     let tls = Tls::Terminated {
         client_id: client_handshake.client_id,
     };
-    Ok((io.prepend(first_bytes.freeze()), version, tls))
+    let io = io.prepend(first_bytes.freeze());
+    Ok((CertifiedStream::new(io, client_handshake.chain), version, tls))
 }
 
 fn log_level(req: &AdminRequest, log: Option<&LogHandle>) -> AdminResponse {

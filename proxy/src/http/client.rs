@@ -153,13 +153,13 @@ impl EndpointClient {
         }
     }
 
-    /// Reserves a stream on the first HTTP/2 connection that has a free one. Drops closed connections, and the last
+    /// Reserves a stream on the first HTTP/2 connection that has a free one. Drops closed and retired connections, and the last
     /// connection if it is surplus.
     fn existing_http2(&self) -> Option<ConnectOutcome> {
         let mut connections = self.http2.lock();
         let mut index = 0;
         while let Some(connection) = connections.get_mut(index) {
-            if connection.is_closed() {
+            if connection.is_closed() || connection.is_retired() {
                 connections.remove(index);
                 continue;
             }
@@ -194,10 +194,8 @@ impl EndpointClient {
     async fn reserve_extended_connect_stream(&self) -> Option<ConnectOutcome> {
         let waits: SmallVec<[http2::ExtendedConnectWait; 1]> = {
             let connections = self.http2.lock();
-            connections
-                .iter()
-                .map(http2::SharedConnection::extended_connect_wait)
-                .collect()
+            let usable = connections.iter().filter(|connection| !connection.is_retired());
+            usable.map(http2::SharedConnection::extended_connect_wait).collect()
         };
         for wait in waits {
             if let Some(sender) = wait.sender().await {

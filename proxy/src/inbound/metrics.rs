@@ -239,7 +239,7 @@ impl Families {
 
     pub(super) fn record_tcp_terminated(&self, labels: &Labels, denied: Denied) {
         self.tcp_terminate.get(labels).inc();
-        self.failures.count("policy-denied");
+        self.failures.count(denied.cause());
         self.record_denial_reason(labels, denied);
     }
 

@@ -7,6 +7,7 @@
 
 pub(crate) mod admin;
 pub(crate) mod app_clients;
+mod client_certificate;
 mod connection;
 mod connection_addrs;
 mod context;

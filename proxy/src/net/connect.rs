@@ -46,12 +46,17 @@ pub(crate) enum ConnectError {
     },
     #[error("{addr} is this proxy's own listener")]
     OwnListener { addr: SocketAddr },
+    #[error("{addr} is an address of this gateway's own workload")]
+    OwnWorkload { addr: SocketAddr },
 }
 
 impl ConnectError {
     pub(crate) fn addr(&self) -> SocketAddr {
         match self {
-            Self::Timeout { addr, .. } | Self::Io { addr, .. } | Self::OwnListener { addr } => *addr,
+            Self::Timeout { addr, .. }
+            | Self::Io { addr, .. }
+            | Self::OwnListener { addr }
+            | Self::OwnWorkload { addr } => *addr,
         }
     }
 
@@ -60,7 +65,7 @@ impl ConnectError {
         match self {
             Self::Timeout { .. } => "connect-timeout",
             Self::Io { .. } => "connect-refused", // this code also means that the address is unreachable
-            Self::OwnListener { .. } => "loop",
+            Self::OwnListener { .. } | Self::OwnWorkload { .. } => "loop",
         }
     }
 }

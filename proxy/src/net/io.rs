@@ -22,7 +22,7 @@ use tokio::{
 use tokio_rustls::{client, server};
 use tulle_core::connections::{ConnectionHandle, ConnectionPermit};
 
-use crate::net::{peer_socket, tcp_metrics::ConnectionMetrics};
+use crate::net::{peer_socket, retirement::Retirement, tcp_metrics::ConnectionMetrics};
 
 /// A TCP stream. First bytes that were read earlier are delivered again.
 #[derive(Debug)]
@@ -61,6 +61,8 @@ pub(crate) struct Io {
     stream: Stream,
     prefix: Bytes,
     counted: Option<ConnectionCounter>,
+    /// `None` if the connection may get requests until it ends.
+    retirement: Option<Box<Retirement>>,
 }
 
 enum Stream {
@@ -208,7 +210,23 @@ impl Io {
             stream,
             prefix: Bytes::new(),
             counted: None,
+            retirement: None,
         }
+    }
+
+    /// Sets when the connection gets no further request.
+    pub(crate) fn retire(mut self, retirement: Retirement) -> Self {
+        self.retirement = Some(Box::new(retirement));
+        self
+    }
+
+    /// Whether the connection gets no further request.
+    pub(crate) fn is_retired(&self) -> bool {
+        self.retirement.as_ref().is_some_and(|retirement| retirement.is_due())
+    }
+
+    pub(crate) fn take_retirement(&mut self) -> Option<Box<Retirement>> {
+        self.retirement.take()
     }
 
     /// Puts bytes that were read from this stream back in front of it.

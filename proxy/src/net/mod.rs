@@ -14,6 +14,7 @@ pub(crate) mod listen;
 pub(crate) mod memory;
 pub(crate) mod orig_dst;
 mod peer_socket;
+pub(crate) mod retirement;
 pub(crate) mod socks;
 pub(crate) mod tcp_metrics;
 pub(crate) mod transparent;

@@ -118,6 +118,7 @@ impl Connector {
             alpn,
             sessions,
         };
+        let lifetime = creds.lifetime();
         let handshake = client::connect(Tcp::new(stream), creds, server);
         let tls = match tokio::time::timeout_at(deadline, handshake).await {
             Ok(Ok(tls)) => tls,
@@ -140,7 +141,8 @@ impl Connector {
             }
         };
         let negotiated = client::alpn(&tls);
-        let mut io = Io::tls_client(tls).count(self.metrics.clone());
+        let retirement = lifetime.retirement(&tls);
+        let mut io = Io::tls_client(tls).count(self.metrics.clone()).retire(retirement);
         if let (Some(header), Alpn::TransportHeader) = (&self.header, negotiated) {
             let mut bytes = BytesMut::new();
             header.with_protocol(protocol).encode(&mut bytes);

@@ -8,7 +8,7 @@ use std::{
 
 use http::Version;
 use tokio::time::Instant;
-use tulle_core::identity::Identity;
+use tulle_core::{addr, identity::Identity};
 
 use crate::{
     balance::{breaker::Breaker, candidate::Candidate, load::Load},
@@ -19,6 +19,7 @@ use crate::{
         h2::{self, keep_alive::PeerChecks},
     },
     metrics::http::Series,
+    net::connect::ConnectError,
     outbound::{
         connector::{Connector, ConnectorConfig},
         metrics::{Families, labels::endpoint_labels},
@@ -50,6 +51,33 @@ pub(crate) struct EndpointContext {
     pub(crate) mode: Mode,
 }
 
+/// Whether a request or connection may use local endpoints: those with an address of this workload.
+///
+/// They get requests directly, without the inbound side and its policies. This is right for requests of the application itself. A
+/// gateway forwards requests of others, which the policy of its own port has authorized only for other workloads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LocalEndpoints {
+    Permit,
+    Refuse,
+}
+
+impl LocalEndpoints {
+    pub(super) fn permits(self, endpoint: &Endpoint) -> bool {
+        self == Self::Permit || !endpoint.is_local()
+    }
+
+    /// # Errors
+    /// The endpoint is local, and local endpoints are refused.
+    pub(super) fn check(self, endpoint: &Endpoint) -> Result<(), Error> {
+        match self.permits(endpoint) {
+            true => Ok(()),
+            false => Err(Error::Connect(ConnectError::OwnWorkload {
+                addr: endpoint.spec.addr,
+            })),
+        }
+    }
+}
+
 /// One endpoint, shared by all workers.
 pub(crate) struct Endpoint {
     pub(super) spec: Arc<EndpointSpec>,
@@ -77,7 +105,9 @@ impl Endpoint {
         load: Load,
         breaker: Breaker,
     ) -> Self {
-        let is_local = context.local_ips.contains(&spec.addr.ip()) || spec.addr.ip().is_loopback();
+        let ip = addr::canonical(spec.addr).ip();
+        // A connection to the unspecified address is one to this host.
+        let is_local = context.local_ips.contains(&ip) || ip.is_loopback() || ip.is_unspecified();
         let tls = match &spec.tls {
             _ if is_local => ClientTls::Plain(NoClientTls::Loopback),
             Some(tls) => ClientTls::Meshed(tls.identity.clone()),
@@ -174,6 +204,11 @@ impl Endpoint {
     /// Whether the endpoint's proxy converts HTTP/2 back to HTTP/1.
     pub(super) fn restores_http1(&self) -> bool {
         self.spec.hint == ProtocolHint::H2 && self.identity().is_some()
+    }
+
+    /// Whether the endpoint has an address of this workload.
+    fn is_local(&self) -> bool {
+        self.tls == ClientTls::Plain(NoClientTls::Loopback)
     }
 
     /// The identity of the endpoint; `None` if it is not meshed.

@@ -65,6 +65,15 @@ pub(crate) enum Denied {
     /// Authorizations permit the client, but the bytes of its tunnel would bypass the rules for requests.
     #[error("no rule with the method CONNECT permits this tunnel")]
     ConnectTunnel,
+    /// No rule matches the request that opened a tunnel any more, or a filter of the rule refuses it.
+    #[error("the changed rules refuse the request of this tunnel")]
+    TunnelRequest,
+    /// A certificate of the client has expired since it connected.
+    #[error("the client's certificate has expired")]
+    CertificateExpired,
+    /// The trust anchors were replaced since the client connected.
+    #[error("the trust anchors do not verify the client's certificate any more")]
+    CertificateUntrusted,
 }
 
 impl Denied {
@@ -76,6 +85,18 @@ impl Denied {
             Self::NoIdentity => "no-identity",
             Self::Identity => "identity",
             Self::ConnectTunnel => "connect-tunnel",
+            Self::TunnelRequest => "tunnel-request",
+            Self::CertificateExpired => "certificate-expired",
+            Self::CertificateUntrusted => "certificate-untrusted",
+        }
+    }
+
+    /// The cause in `tulle_failures_total` of a connection that ends for this reason.
+    pub(crate) fn cause(self) -> &'static str {
+        match self {
+            Self::CertificateExpired => "tls-expired",
+            Self::CertificateUntrusted => "tls-untrusted",
+            _ => "policy-denied",
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The tap server. Authorized clients use mutual TLS, or plaintext on loopback.
 
 use std::{
+    future::pending,
     net::{SocketAddr, TcpListener},
     pin::Pin,
     sync::Arc,
@@ -34,6 +35,7 @@ use crate::{
     net::io::Tcp,
     tap::{TapParams, TapRegistry, matches::Match},
     tls::{
+        client_chains::ClientChain,
         credentials::{Alpn, Credentials},
         server as tls_server,
     },
@@ -107,7 +109,7 @@ async fn serve_connection(accepted: AcceptedConnection, server: TapServer) -> Co
     } = accepted;
     if !is_tls {
         let is_permitted = client.ip().is_loopback();
-        return serve_http2(permit.track(stream), TapService { taps, is_permitted }).await;
+        return serve_http2(permit.track(stream), TapService { taps, is_permitted }, None).await;
     }
     let handshake = tls_server::accept_or_reset(Tcp::new(stream), &creds, Alpn::Unset);
     match tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake).await {
@@ -120,7 +122,7 @@ async fn serve_connection(accepted: AcceptedConnection, server: TapServer) -> Co
                     info_limited!(log, client.ip(), "tap refused, the client is not authorized", %client, id = ?peer.client_id)
                 }
             }
-            serve_http2(permit.track(stream), TapService { taps, is_permitted }).await
+            serve_http2(permit.track(stream), TapService { taps, is_permitted }, peer.chain).await
         }
         Ok(Err(error)) => {
             info_limited!(log, client.ip(), "TLS handshake with a tap client failed", %client, %error);
@@ -130,8 +132,13 @@ async fn serve_connection(accepted: AcceptedConnection, server: TapServer) -> Co
     }
 }
 
-/// Serves a client. An unauthorized client gets an error and is then disconnected.
-async fn serve_http2(io: impl AsyncRead + AsyncWrite + Unpin, service: TapService) -> ConnectionEnd {
+/// Serves a client until its certificates in `chain` expire or are not trusted any more. An unauthorized client gets an error and
+/// is then disconnected.
+async fn serve_http2(
+    io: impl AsyncRead + AsyncWrite + Unpin,
+    service: TapService,
+    chain: Option<Arc<ClientChain>>,
+) -> ConnectionEnd {
     let time_limit = match service.is_permitted {
         true => Duration::MAX,
         false => UNAUTHORIZED_TIMEOUT,
@@ -143,13 +150,24 @@ async fn serve_http2(io: impl AsyncRead + AsyncWrite + Unpin, service: TapServic
         .max_concurrent_streams(MAX_CONCURRENT_STREAMS);
     let service = TowerToHyperService::new(tap_server::TapServer::new(service));
     let serving = server.serve_connection(TokioIo::new(io), service);
-    match tokio::time::timeout(time_limit, serving).await {
-        Ok(Err(error)) => {
-            tracing::debug!(%error, "tap connection failed");
-            ConnectionEnd::Failed
-        }
-        // An unauthorized client is disconnected after its error.
-        Ok(Ok(())) | Err(_) => ConnectionEnd::Closed,
+    tokio::select! {
+        served = tokio::time::timeout(time_limit, serving) => match served {
+            Ok(Err(error)) => {
+                tracing::debug!(%error, "tap connection failed");
+                ConnectionEnd::Failed
+            }
+            // An unauthorized client is disconnected after its error.
+            Ok(Ok(())) | Err(_) => ConnectionEnd::Closed,
+        },
+        () = wait_invalid(chain) => ConnectionEnd::Closed,
+    }
+}
+
+/// Waits until a certificate of the chain has expired, or the trust anchors no longer verify it.
+async fn wait_invalid(chain: Option<Arc<ClientChain>>) {
+    match chain {
+        Some(chain) => chain.wait_invalid().await,
+        None => pending().await,
     }
 }
 

@@ -48,6 +48,18 @@ pub(super) fn parse(certificate: &CertificateDer<'_>) -> Result<CertificateInfo,
     })
 }
 
+/// The time at which the first of these certificates expires.
+///
+/// # Errors
+/// There is none, or one cannot be parsed.
+pub(super) fn first_expiry(certificates: &[CertificateDer<'_>]) -> Result<SystemTime, Error> {
+    let expiries = certificates
+        .iter()
+        .map(|certificate| parse(certificate).map(|info| info.validity.not_after))
+        .collect::<Result<Vec<_>, Error>>()?;
+    expiries.into_iter().min().ok_or(Error::NoCertificatesPresented)
+}
+
 /// Checks that all certificates of the peer are still valid if its session was resumed: such a handshake does not verify them.
 ///
 /// # Errors

@@ -196,6 +196,19 @@ impl ClientChainVerifier {
     }
 }
 
+impl ClientChainVerifier {
+    /// Whether the trust anchors verify these certificates of a client, the first of which expires at `not_after`. Expired
+    /// certificates are verified as of that time.
+    pub(super) fn trusts(&self, certificates: &[CertificateDer<'_>], not_after: SystemTime) -> bool {
+        let at = SystemTime::now().min(not_after).duration_since(SystemTime::UNIX_EPOCH);
+        let at = UnixTime::since_unix_epoch(at.unwrap_or_default());
+        certificates.split_first().is_some_and(|(end_entity, intermediates)| {
+            let verified = self.verifier.verify_client_cert(end_entity, intermediates, at);
+            verified.is_ok()
+        })
+    }
+}
+
 impl ServerCertVerifier for ServerChainVerifier {
     fn verify_server_cert(
         &self,

@@ -2,13 +2,15 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::SystemTime;
 
 use arc_swap::ArcSwap;
 use rustls::client::Resumption;
 use rustls::crypto::{CryptoProvider, aws_lc_rs, ring};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::server::{NoServerSessionStorage, ServerSessionMemoryCache};
-use rustls::{ClientConfig, RootCertStore, ServerConfig, SupportedCipherSuite};
+use rustls::{CertificateError, ClientConfig, RootCertStore, ServerConfig, SupportedCipherSuite};
 use tokio::sync::watch;
 use tulle_core::identity::Identity;
 use tulle_core::names::TRANSPORT_ALPN;
@@ -16,6 +18,8 @@ use zeroize::Zeroizing;
 
 use crate::tls::certificate::{self, Validity};
 use crate::tls::chain::{self, ClientChainVerifier, ServerChainVerifier};
+use crate::tls::client_chains::{ClientChain, ClientChains};
+use crate::tls::lifetime::CredentialsLifetime;
 use crate::tls::sessions::EndpointSessions;
 
 /// The root certificates to which a peer's certificate must chain.
@@ -85,6 +89,7 @@ struct Shared {
     provider: Arc<CryptoProvider>,
     state: ArcSwap<State>,
     generation: watch::Sender<u64>,
+    client_chains: ClientChains,
 }
 
 /// One consistent set of credentials. A handshake uses the set with which it started until its end.
@@ -92,6 +97,10 @@ struct State {
     anchors: TrustAnchors,
     certified_key: Option<CertifiedKey>,
     validity: Option<Validity>,
+    /// The time at which the first certificate of the chain expires.
+    not_after: Option<SystemTime>,
+    /// Set when the trust anchors are replaced by others.
+    anchors_replaced: Arc<AtomicBool>,
     client_configs: ConfigByAlpn<ClientConfig>,
     /// `None` before the first certificate.
     server_configs: Option<ConfigByAlpn<ServerConfig>>,
@@ -205,6 +214,7 @@ impl Credentials {
             provider,
             state: ArcSwap::from_pointee(state),
             generation: watch::Sender::new(0),
+            client_chains: ClientChains::default(),
         };
         Ok(Self {
             shared: Arc::new(shared),
@@ -283,7 +293,7 @@ impl Credentials {
             });
         }
         let state = State::build(&self.shared.provider, anchors, Some(certified_key), Some(info.validity))?;
-        self.shared.state.store(Arc::new(state));
+        self.store(state);
         self.shared.generation.send_modify(|generation| *generation += 1);
         Ok(info.validity)
     }
@@ -302,8 +312,54 @@ impl Credentials {
             current.certified_key.clone(),
             current.validity,
         )?;
-        self.shared.state.store(Arc::new(state));
+        self.store(state);
         Ok(())
+    }
+
+    /// Makes `state` the current one. If its trust anchors differ, the connections of clients that they do not verify end.
+    fn store(&self, mut state: State) {
+        let previous = self.shared.state.load_full();
+        if previous.anchors == state.anchors {
+            state.anchors_replaced = previous.anchors_replaced.clone();
+            return self.shared.state.store(Arc::new(state));
+        }
+        let verifier = state.client_verifier(&self.shared.provider);
+        self.shared.state.store(Arc::new(state));
+        // Before the chains are verified: `Self::open_client_chain` depends on this order.
+        previous.anchors_replaced.store(true, Ordering::Release);
+        self.shared.client_chains.revoke_untrusted(|certificates, not_after| {
+            let is_trusted = |verifier: &ClientChainVerifier| verifier.trusts(certificates, not_after);
+            verifier.as_ref().is_some_and(is_trusted)
+        });
+    }
+
+    /// How long connections can be used that are opened now.
+    pub(crate) fn lifetime(&self) -> CredentialsLifetime {
+        let state = self.shared.state.load();
+        CredentialsLifetime {
+            not_after: state.not_after,
+            anchors_replaced: state.anchors_replaced.clone(),
+        }
+    }
+
+    /// The chain of an accepted connection whose client has these certificates. `lifetime` is that of the credentials before the
+    /// handshake.
+    ///
+    /// # Errors
+    /// A certificate cannot be parsed, or the trust anchors were replaced during the handshake and do not verify it any more.
+    pub(super) fn open_client_chain(
+        &self,
+        certificates: &[CertificateDer<'static>],
+        lifetime: &CredentialsLifetime,
+    ) -> Result<Arc<ClientChain>, rustls::Error> {
+        let chain = self.shared.client_chains.open(certificates)?;
+        if lifetime.anchors_replaced.load(Ordering::Acquire) {
+            let verifier = self.shared.state.load().client_verifier(&self.shared.provider);
+            if verifier.is_none_or(|verifier| !verifier.trusts(certificates, chain.not_after())) {
+                return Err(rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer));
+            }
+        }
+        Ok(chain)
     }
 
     /// The configuration of an outgoing handshake; it presents the proxy's certificate if there is one.
@@ -355,13 +411,25 @@ impl State {
             }
             None => None,
         };
+        let not_after = certified_key
+            .as_ref()
+            .and_then(|certified_key| certificate::first_expiry(&certified_key.chain).ok());
         Ok(Self {
             anchors,
             certified_key,
             validity,
+            not_after,
+            anchors_replaced: Arc::default(),
             client_configs,
             server_configs,
         })
+    }
+}
+
+impl State {
+    /// The verifier of clients; `None` without trust anchors.
+    fn client_verifier(&self, provider: &Arc<CryptoProvider>) -> Option<ClientChainVerifier> {
+        ClientChainVerifier::new(self.anchors.roots.clone(), provider).ok()
     }
 }
 

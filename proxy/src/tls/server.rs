@@ -1,6 +1,7 @@
 //! Server-side TLS: parses the ClientHello at the start of a connection, and runs the handshake.
 
 use std::io;
+use std::sync::Arc;
 
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::TlsAcceptor;
@@ -9,6 +10,7 @@ use tulle_core::identity::Identity;
 
 use crate::net::io::Tcp;
 use crate::tls::certificate;
+use crate::tls::client_chains::ClientChain;
 use crate::tls::credentials::{Alpn, Credentials};
 use crate::tls::handshake_failure::HandshakeFailure;
 
@@ -29,10 +31,12 @@ pub(crate) enum ParsedHello {
 }
 
 /// The properties of the client that the TLS handshake has verified or negotiated.
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug)]
 pub(crate) struct ClientHandshake {
     /// The first DNS or URI name of its certificate that is a valid identity; `None` without a certificate.
     pub client_id: Option<Identity>,
+    /// Its certificates; `None` without a certificate.
+    pub chain: Option<Arc<ClientChain>>,
     /// The negotiated protocol.
     pub alpn: Alpn,
 }
@@ -83,6 +87,7 @@ pub(crate) async fn accept<IO>(
 where
     IO: AsyncRead + AsyncWrite + Unpin,
 {
+    let lifetime = creds.lifetime();
     let config = creds.server_config(alpn).ok_or(AcceptError::NotCertified)?;
     let failed = |source| AcceptError::Handshake {
         failure: HandshakeFailure::from_io_error(&source),
@@ -91,15 +96,20 @@ where
     let stream = TlsAcceptor::from(config).accept(io).await.map_err(failed)?;
     let (_, session) = stream.get_ref();
     certificate::check_resumed(session).map_err(failed)?;
-    let client_id = match session.peer_certificates().and_then(<[_]>::first) {
-        None => None,
-        Some(leaf) => {
+    let (client_id, chain) = match session.peer_certificates() {
+        Some(certificates @ [leaf, ..]) => {
             let names = certificate::parse(leaf).map(|info| info.names).unwrap_or_default();
-            Some(names.into_iter().next().ok_or(AcceptError::NoIdentity)?)
+            let client_id = names.into_iter().next().ok_or(AcceptError::NoIdentity)?;
+            let chain = creds
+                .open_client_chain(certificates, &lifetime)
+                .map_err(|error| failed(io::Error::new(io::ErrorKind::InvalidData, error)))?;
+            (Some(client_id), Some(chain))
         }
+        _ => (None, None),
     };
     let alpn = Alpn::from_negotiated(session.alpn_protocol());
-    Ok((stream, ClientHandshake { client_id, alpn }))
+    let client_handshake = ClientHandshake { client_id, chain, alpn };
+    Ok((stream, client_handshake))
 }
 
 /// As [`accept`]. If the handshake fails or is cancelled, the connection ends with a reset, which may follow a TLS alert.

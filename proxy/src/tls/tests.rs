@@ -263,6 +263,64 @@ async fn a_session_is_not_resumed_after_a_change_of_credentials() {
 }
 
 #[tokio::test]
+async fn open_connections_end_when_the_trust_anchors_no_longer_verify_their_clients() {
+    let (authority, other) = (Authority::new(), Authority::named("other"));
+    let server = authority.credentials(SERVER);
+    let both = authority.anchors().union(&other.anchors()).unwrap();
+    server.replace_anchors(both.clone()).unwrap();
+    let client = other.credentials(CLIENT);
+    client.replace_anchors(both.clone()).unwrap();
+    let connect = async || {
+        let (connected, accepted) = handshake(&client, &server, SERVER, NO_ALPN).await;
+        let lifetime = client.lifetime();
+        let retirement = lifetime.retirement(&connected.unwrap());
+        (accepted.unwrap().1.chain.unwrap(), retirement)
+    };
+    let (chain, retirement) = connect().await;
+    let (second, _) = connect().await;
+    assert!(Arc::ptr_eq(&chain, &second), "connections share the chain of a client");
+    let (ended, end) = tokio::sync::oneshot::channel();
+    let waiting = tokio::spawn(async move {
+        chain.wait_revoked().await;
+        ended.send(()).unwrap();
+    });
+    // Neither a renewed certificate nor the same trust anchors end a connection.
+    server.install(authority.leaf(&[SERVER], in_an_hour())).unwrap();
+    server.replace_anchors(both.clone()).unwrap();
+    client.replace_anchors(both).unwrap();
+    tokio::task::yield_now().await;
+    assert!(!waiting.is_finished() && !retirement.is_due());
+    server.replace_anchors(authority.anchors()).unwrap();
+    end.await.unwrap();
+    second.wait_revoked().await;
+    client.replace_anchors(authority.anchors()).unwrap();
+    assert!(
+        retirement.is_due(),
+        "a connection verified by former trust anchors gets no further request"
+    );
+}
+
+#[tokio::test]
+async fn connections_have_the_validity_of_the_first_certificate_that_expires() {
+    let authority = Authority::new();
+    let server = authority.credentials(SERVER);
+    let client = authority.credentials(CLIENT);
+    let soon = SystemTime::now() + Duration::from_secs(60);
+    client.install(authority.leaf(&[CLIENT], soon)).unwrap();
+    let (connected, accepted) = handshake(&client, &server, SERVER, NO_ALPN).await;
+    let not_after = accepted.unwrap().1.chain.unwrap().not_after();
+    let difference = soon.duration_since(not_after).unwrap();
+    assert!(
+        difference <= Duration::from_secs(1),
+        "certificates have no fractions of seconds"
+    );
+    let retirement = client.lifetime().retirement(&connected.unwrap());
+    let usable_for = retirement.at - tokio::time::Instant::now();
+    let expected = Duration::from_secs(25)..Duration::from_secs(45);
+    assert!(expected.contains(&usable_for), "{usable_for:?}");
+}
+
+#[tokio::test]
 async fn a_client_that_does_not_ask_gets_no_session_ticket() {
     let authority = Authority::new();
     let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));

@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tulle_control::trust;
+use tulle_control::trust::{self, CertificateAuthority, Svid};
 use tulle_core::names::port;
 use tulle_tests::apps;
 use tulle_tests::eventually::eventually;
@@ -37,6 +37,22 @@ enum Certificate {
 }
 
 fn config(mesh: &Mesh, certificate: Certificate, protocols: &[&[u8]]) -> ClientConfig {
+    let authority = match certificate {
+        Certificate::Absent => None,
+        Certificate::OfPeer => Some(mesh.files().anchor.clone()),
+        Certificate::OfOtherAnchor => Some(trust::create_anchor("other", trust::ANCHOR_LIFETIME).unwrap()),
+    };
+    let svid = authority.map(|authority| svid_of_peer(&authority, trust::ISSUER_LIFETIME));
+    client_config(mesh, svid, protocols)
+}
+
+/// A certificate of a peer.
+pub(crate) fn svid_of_peer(authority: &CertificateAuthority, lifetime: Duration) -> Svid {
+    trust::create_svid("spiffe://a.test/peer", lifetime, authority).unwrap()
+}
+
+/// The configuration of a client with this certificate, which trusts the first trust anchors of the mesh.
+pub(crate) fn client_config(mesh: &Mesh, certificate: Option<Svid>, protocols: &[&[u8]]) -> ClientConfig {
     let mut roots = RootCertStore::empty();
     let anchors = CertificateDer::pem_slice_iter(mesh.files().anchors.as_bytes());
     roots.add_parsable_certificates(anchors.map(Result::unwrap));
@@ -45,15 +61,9 @@ fn config(mesh: &Mesh, certificate: Certificate, protocols: &[&[u8]]) -> ClientC
         .with_safe_default_protocol_versions()
         .unwrap()
         .with_root_certificates(roots);
-    let authority = match certificate {
-        Certificate::Absent => None,
-        Certificate::OfPeer => Some(mesh.files().anchor.clone()),
-        Certificate::OfOtherAnchor => Some(trust::create_anchor("other", trust::ANCHOR_LIFETIME).unwrap()),
-    };
-    let mut config = match authority {
+    let mut config = match certificate {
         None => builder.with_no_client_auth(),
-        Some(authority) => {
-            let svid = trust::create_svid("spiffe://a.test/peer", trust::ISSUER_LIFETIME, &authority).unwrap();
+        Some(svid) => {
             let chain = svid.chain.into_iter().map(CertificateDer::from).collect();
             let key = PrivateKeyDer::try_from(svid.key).unwrap();
             builder.with_client_auth_cert(chain, key).unwrap()
@@ -63,7 +73,7 @@ fn config(mesh: &Mesh, certificate: Certificate, protocols: &[&[u8]]) -> ClientC
     config
 }
 
-async fn connect_with(config: ClientConfig, stream: TcpStream) -> TlsStream<TcpStream> {
+pub(crate) async fn connect_with(config: ClientConfig, stream: TcpStream) -> TlsStream<TcpStream> {
     let name = ServerName::try_from(identity("web")).unwrap();
     TlsConnector::from(Arc::new(config))
         .connect(name, stream)
@@ -99,13 +109,13 @@ pub(crate) async fn assert_refused_with_other_anchor(mesh: &Mesh) {
 }
 
 /// A transport header with this message and this length field.
-fn header(length: usize, message: &[u8]) -> Vec<u8> {
+pub(crate) fn header(length: usize, message: &[u8]) -> Vec<u8> {
     let length = u32::try_from(length).unwrap().to_be_bytes();
     [b"transport.l5d.io/v1\r\n\r\n", &length[..], message].concat()
 }
 
 /// The port as field 1 of a message; its value is a varint of two bytes.
-fn port_field(port: u16) -> [u8; 3] {
+pub(crate) fn port_field(port: u16) -> [u8; 3] {
     assert!((1 << 7..1 << 14).contains(&port));
     [1 << 3, (port & 0x7f) as u8 | 0x80, (port >> 7) as u8]
 }

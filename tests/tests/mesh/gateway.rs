@@ -216,6 +216,52 @@ fn a_gateway_forwards_bytes_to_the_names_that_it_serves() {
     );
 }
 
+/// A Service for the admin port of the gateway `web`, whose policy permits nobody to use this port.
+const ADMIN_SERVICE: &str = "\
+apiVersion: v1
+kind: Service
+metadata: {name: admin, namespace: shop}
+spec: {clusterIP: 10.66.1.200, selector: {app: web}, ports: [{name: admin, port: 4191, targetPort: 4191}]}
+---
+apiVersion: policy.linkerd.io/v1beta3
+kind: Server
+metadata: {name: admin, namespace: shop}
+spec: {podSelector: {matchLabels: {app: web}}, port: 4191, proxyProtocol: HTTP/1, accessPolicy: deny}
+";
+
+#[test]
+fn a_gateway_does_not_forward_to_ports_of_its_own_workload() {
+    run_with_gateway(
+        "svc.cluster.local.",
+        async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
+            apps::start_echo(mesh, "web").await;
+            mesh.write("admin", ADMIN_SERVICE);
+            // Each case uses its own destination, so that it need not wait for a policy change.
+            let at = |n: u8| SocketAddr::from(([10, 66, 6, n], HTTP));
+            for (n, name, path) in [
+                (1, format!("web.shop.svc.cluster.local:{HTTP}"), "/"),
+                (2, "admin.shop.svc.cluster.local:4191".to_owned(), "/metrics"),
+                (3, "admin.shop.svc.cluster.local:4191".to_owned(), "/env.json"),
+            ] {
+                policies.set_destination_policy(Ok(http1(rule(forward(with_authority(to_proxy.clone(), &name))))));
+                let answer = eventually(&format!("the gateway knows {name}"), async || {
+                    let answer = mesh.get("client", at(n), path).await;
+                    (answer.status != 404).then_some(answer)
+                })
+                .await;
+                assert_eq!((answer.status.as_u16(), answer.cause()), (502, "loop"), "{name}{path}");
+            }
+            let opaque = opaque_with_authority(to_proxy, &format!("web.shop.svc.cluster.local:{OPAQUE}"));
+            policies.set_destination_policy(Ok(bytes_to(opaque)));
+            let back = echoed(mesh.dial("client", at(4)).await, b"hello").await;
+            assert_eq!(back, None);
+            let cause = ["cause=\"loop\"", "direction=\"inbound\""];
+            mesh.wait_for_metric_at_least("web", "tulle_failures_total", &cause, 4.0)
+                .await;
+        },
+    );
+}
+
 #[test]
 fn a_gateway_with_a_selector_forwards_only_to_exported_services() {
     let gateway = r#"{"ns":"shop", "pod":"web", "exportedServices":"exported"}"#;
@@ -346,8 +392,32 @@ fn the_policy_of_a_gateway_permits_one_identity_from_one_network() {
 /// Connections with a transport header, by its protocol.
 const TRANSPORT_HEADERS: &str = "inbound_tcp_transport_header_connections_total";
 
+/// A route of the gateway `web` that has no rule for the requests of other paths.
+const ROUTE_OF_ANOTHER_PATH: &str = "\
+apiVersion: policy.linkerd.io/v1beta3
+kind: HTTPRoute
+metadata: {name: gateway, namespace: shop}
+spec:
+  parentRefs: [{group: policy.linkerd.io, kind: Server, name: gateway}]
+  rules: [{matches: [{path: {type: Exact, value: /elsewhere}}]}]
+";
+
 #[test]
 fn a_policy_change_to_deny_closes_tunnels_through_a_gateway() {
+    let denied = gateway_policy(&identity("other"), "10.66.0.0/16");
+    assert_tunnels_are_closed_by(&denied, "reason=\"identity\"");
+}
+
+#[test]
+fn changed_rules_close_tunnels_through_a_gateway_whose_requests_they_refuse() {
+    let permitted = gateway_policy(&identity("client"), "10.66.0.0/16");
+    let with_route = format!("{permitted}---\n{ROUTE_OF_ANOTHER_PATH}");
+    assert_tunnels_are_closed_by(&with_route, "reason=\"tunnel-request\"");
+}
+
+/// Checks that open tunnels through a gateway stay open with a policy that permits them, and are closed by this policy, for this
+/// reason.
+fn assert_tunnels_are_closed_by(changed_policy: &str, reason: &str) {
     run_with_gateway(
         "svc.cluster.local.",
         async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
@@ -387,7 +457,7 @@ fn a_policy_change_to_deny_closes_tunnels_through_a_gateway() {
                 assert_eq!(echoed.unwrap(), Message::text("hello"));
             }
 
-            mesh.write("gateway-policy", &gateway_policy(&identity("other"), "10.66.0.0/16"));
+            mesh.write("gateway-policy", changed_policy);
             for mut tunnel in tunnels {
                 let next = tokio::time::timeout(Duration::from_secs(5), tunnel.next());
                 // The client's proxy may end it in order or by a reset.
@@ -395,6 +465,8 @@ fn a_policy_change_to_deny_closes_tunnels_through_a_gateway() {
                 assert!(!matches!(next, Some(Ok(_))), "{next:?}");
             }
             mesh.wait_for_metric_at_least("web", "inbound_tcp_authz_terminate_total", &[], 2.)
+                .await;
+            mesh.wait_for_metric_at_least("web", "tulle_inbound_denied_total", &[reason], 2.)
                 .await;
         },
     );

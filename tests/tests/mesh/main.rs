@@ -8,6 +8,7 @@ mod admin_policy;
 mod anchors;
 mod balancing;
 mod breakers;
+mod client_certificates;
 mod control_plane;
 mod corner_cases;
 mod cors;

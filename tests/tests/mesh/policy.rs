@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tulle_tests::apps::{self, App};
 use tulle_tests::client::{self, Http1, Http2, http2_request, read_until, request};
-use tulle_tests::eventually::eventually;
+use tulle_tests::eventually::{eventually, within};
 use tulle_tests::mesh::{Builder, DETECTED_TCP, HTTP, Mesh, OPAQUE, UNMESHED_IP, identity, mesh};
 
 fn server(name: &str, port: u16, access_policy: &str) -> String {
@@ -360,6 +360,79 @@ fn a_policy_change_to_deny_closes_tunnels_and_responses() {
             }
         }
         mesh.wait_for_metric("web", "inbound_tcp_authz_terminate_total", &[], 4.)
+            .await;
+    });
+}
+
+/// A policy by which clients may send requests only by the rules of a route.
+fn route_with_authorization(rules: &str) -> String {
+    let server = server("web-http", HTTP, "deny");
+    format!(
+        "\
+{server}---
+apiVersion: policy.linkerd.io/v1beta3
+kind: HTTPRoute
+metadata: {{name: tunnels, namespace: shop}}
+spec:
+  parentRefs: [{{group: policy.linkerd.io, kind: Server, name: web-http}}]
+  rules: [{rules}]
+---
+apiVersion: policy.linkerd.io/v1alpha1
+kind: AuthorizationPolicy
+metadata: {{name: tunnels, namespace: shop}}
+spec:
+  targetRef: {{group: policy.linkerd.io, kind: HTTPRoute, name: tunnels}}
+  requiredAuthenticationRefs: [{{group: policy.linkerd.io, kind: NetworkAuthentication, name: anywhere}}]
+---
+apiVersion: policy.linkerd.io/v1alpha1
+kind: NetworkAuthentication
+metadata: {{name: anywhere, namespace: shop}}
+spec: {{networks: [{{cidr: 0.0.0.0/0}}]}}
+"
+    )
+}
+
+/// Opens a tunnel to the application of `web`; `None` if the policy refuses it.
+async fn open_tunnel(mesh: &Mesh, path: &str) -> Option<TcpStream> {
+    let mut stream = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
+    let head = format!("GET {path} HTTP/1.1\r\nhost: web.test\r\nconnection: upgrade\r\nupgrade: echo\r\n\r\n");
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let answer = read_until(&mut stream, "\r\n\r\n").await;
+    answer.starts_with("HTTP/1.1 101 ").then_some(stream)
+}
+
+#[test]
+fn a_tunnel_is_closed_when_the_rules_of_its_route_no_longer_permit_its_request() {
+    mesh().workload("web").run(async |mesh: &Mesh| {
+        let _app = upgrade_and_partial_response_app(mesh, "web").await;
+        let path = |value: &str| format!("{{matches: [{{path: {{type: Exact, value: {value}}}}}]}}");
+        let write_rules = |rules: &[String]| mesh.write("policy", &route_with_authorization(&rules.join(", ")));
+        write_rules(&[path("/moved"), path("/redirected"), path("/kept")]);
+        eventually("the default policy applies no more", async || {
+            open_tunnel(mesh, "/other").await.is_none().then_some(())
+        })
+        .await;
+        let mut open = Vec::new();
+        for path in ["/moved", "/redirected", "/kept"] {
+            let what = format!("{path} is permitted");
+            open.push(eventually(&what, async || open_tunnel(mesh, path).await).await);
+        }
+        let [mut moved, mut redirected, mut kept] = <[TcpStream; 3]>::try_from(open).unwrap();
+        // The route keeps its name and its authorization; only its rules change.
+        write_rules(&[path("/elsewhere"), path("/redirected"), path("/kept")]);
+        let ended = within("a tunnel without a rule ends", moved.read(&mut [0])).await;
+        assert_eq!(ended.unwrap_err().kind(), ErrorKind::ConnectionReset);
+        let redirect = "{matches: [{path: {type: Exact, value: /redirected}}], \
+                        filters: [{type: RequestRedirect, requestRedirect: {hostname: other.test}}]}";
+        write_rules(&[path("/elsewhere"), redirect.to_owned(), path("/kept")]);
+        let ended = within("a tunnel whose rule refuses it ends", redirected.read(&mut [0])).await;
+        assert_eq!(ended.unwrap_err().kind(), ErrorKind::ConnectionReset);
+        kept.write_all(b"hello").await.unwrap();
+        kept.read_exact(&mut [0; 5])
+            .await
+            .expect("a permitted tunnel stays open");
+        let denied = [r#"reason="tunnel-request""#];
+        mesh.wait_for_metric("web", "tulle_inbound_denied_total", &denied, 2.)
             .await;
     });
 }

@@ -152,13 +152,16 @@ impl ConnectionPool {
         }
     }
 
-    /// Takes the most recently used connection that is open and not in the last part of its keep-alive timeout.
+    /// Takes the most recently used connection that is open, not retired, and not in the last part of its keep-alive timeout.
     pub(crate) fn take(&self) -> Option<Box<Io>> {
         loop {
             let mut idle = self.idle.lock();
             let (mut io, idle_since) = idle.connections.pop()?;
             if !is_usable(&mut io) {
                 idle.server_keep_alive.record_closed(idle_since, Instant::now());
+                continue;
+            }
+            if io.is_retired() {
                 continue;
             }
             let is_known = idle.server_keep_alive.announced.is_some() || idle.server_keep_alive.observed.is_some();
@@ -238,7 +241,7 @@ mod tests {
     use tokio::net::{TcpListener, TcpStream};
 
     use super::*;
-    use crate::net::io::Tcp;
+    use crate::net::{io::Tcp, retirement::Retirement};
 
     /// A pool, and a function that opens a connection and also returns its server side.
     async fn pool() -> (Arc<ConnectionPool>, impl AsyncFn() -> (Box<Io>, TcpStream)) {
@@ -272,6 +275,20 @@ mod tests {
                 assert_eq!(pool.take().is_some(), is_used, "{announced_secs} s, after {age:?}");
             }
             tokio::time::resume();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_retired_connection_is_not_used() {
+        let (pool, connect) = pool().await;
+        for (secs, is_used) in [(0, false), (60, true)] {
+            let (io, _server) = connect().await;
+            let retirement = Retirement {
+                at: Instant::now() + Duration::from_secs(secs),
+                is_early: Arc::default(),
+            };
+            pool.put(Box::new(io.retire(retirement)));
+            assert_eq!(pool.take().is_some(), is_used, "retired in {secs} s");
         }
     }
 

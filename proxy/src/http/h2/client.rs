@@ -42,7 +42,10 @@ use crate::{
         upgrade::interim::{self, SharedInterimSink},
         upgrade::websocket,
     },
-    net::io::Io,
+    net::{
+        io::Io,
+        retirement::{Retirement, RetirementTimer},
+    },
 };
 
 /// Sends one request on a connection, and reserves one of its streams.
@@ -82,6 +85,7 @@ pub(crate) struct SharedConnection {
     upgraded_streams: UpgradedStreamCounter,
     /// When the connection was opened, or when a request last used it because the connections before it had no free stream.
     last_needed_at: Instant,
+    retirement: Option<RetirementTimer>,
 }
 
 /// A reserved stream for another protocol.
@@ -98,6 +102,11 @@ impl SharedConnection {
     /// Whether the connection accepts no further request.
     pub(crate) fn is_closed(&mut self) -> bool {
         is_closed(&mut self.send)
+    }
+
+    /// Whether the connection gets no further request. Its requests in progress continue.
+    pub(crate) fn is_retired(&self) -> bool {
+        self.retirement.as_ref().is_some_and(RetirementTimer::is_due)
     }
 
     /// Number of streams that are open or about to open.
@@ -200,7 +209,7 @@ const SURPLUS_CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 /// # Errors
 /// The connection fails before our settings are written.
 pub(crate) async fn connect(
-    io: Io,
+    mut io: Io,
     params: &Http2Config,
     waiters: &Arc<StreamWaiters>,
     checks: Option<Arc<PeerChecks>>,
@@ -219,6 +228,7 @@ pub(crate) async fn connect(
     if let Some(size) = params.max_send_buffer_bytes {
         builder.max_send_buffer_size(size);
     }
+    let retirement = io.take_retirement();
     let (io, batch) = batch_writes(io);
     let (send, mut connection) = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
     let windows = FlowControlWindows::new(params, StreamToken::with_waiters(waiters.clone()));
@@ -245,6 +255,7 @@ pub(crate) async fn connect(
         limit,
         upgraded_streams: UpgradedStreamCounter::default(),
         last_needed_at: Instant::now(),
+        retirement: retirement.map(|retirement| Retirement::start_timer(*retirement)),
     })
 }
 

@@ -9,13 +9,15 @@ use crate::{
     http::client::HttpVersion,
     inbound::{connection_addrs::ConnectionAddrs, policy::PortPolicy},
     net::io::Io,
-    tls::status::ServerTls,
+    tls::{client_chains::ClientChain, status::ServerTls},
 };
 
 /// The client of a connection, by its addresses and TLS, and the policy of the port that it connects to.
 pub(super) struct ClientAndPortPolicy {
     pub(super) addrs: ConnectionAddrs,
     pub(super) tls: ServerTls,
+    /// `None` if the client has no certificate.
+    pub(super) chain: Option<Arc<ClientChain>>,
     pub(super) port_policy: Arc<PortPolicy>,
 }
 

@@ -18,7 +18,7 @@ use crate::{
         io::{Io, Tcp},
     },
     policy::server::ServerProtocol,
-    tls::{credentials::Alpn, server as tls_server, status::ServerTls},
+    tls::{client_chains::ClientChain, credentials::Alpn, server as tls_server, status::ServerTls},
 };
 
 /// One accepted connection.
@@ -64,14 +64,14 @@ impl Connection {
 
     /// Terminates TLS. Returns `None` if the handshake fails or takes too long, or if its ALPN protocol is not `alpn`. These
     /// failures are counted by reason, and reset the connection. `alpn` is the protocol of the transport header for direct
-    /// connections, and [`Alpn::Unset`] for others.
+    /// connections, and [`Alpn::Unset`] for others. The last element of the result are the certificates of the client.
     pub(super) async fn terminate_tls(
         &self,
         stream: Tcp,
         prefix: Bytes,
         addrs: &ConnectionAddrs,
         alpn: Alpn,
-    ) -> Option<(Io, ServerTls)> {
+    ) -> Option<(Io, ServerTls, Option<Arc<ClientChain>>)> {
         let handshake = tls_server::accept_or_reset(stream.prepend(prefix), &self.inbound.creds, alpn);
         match tokio::time::timeout(self.inbound.detect_timeout, handshake).await {
             Ok(Ok((tls, client_handshake))) if client_handshake.alpn != alpn => {
@@ -87,6 +87,7 @@ impl Connection {
                 ServerTls::Terminated {
                     client_id: client_handshake.client_id,
                 },
+                client_handshake.chain,
             )),
             Ok(Err(error)) => {
                 self.inbound

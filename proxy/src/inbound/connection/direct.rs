@@ -44,7 +44,7 @@ impl Connection {
     ) -> Option<ClassifiedConnection> {
         let addrs = ConnectionAddrs { client, target: local };
         let deadline = Instant::now() + self.inbound.detect_timeout;
-        let (io, tls) = self
+        let (io, tls, chain) = self
             .terminate_tls(stream, Bytes::new(), &addrs, Alpn::TransportHeader)
             .await?;
         let (io, header) = self.read_header(io, &addrs, &tls, deadline).await?;
@@ -61,6 +61,7 @@ impl Connection {
         let client = ClientAndPortPolicy {
             addrs,
             tls,
+            chain,
             port_policy,
         };
         // If the header has no protocol, the client's proxy treats the connection as opaque.

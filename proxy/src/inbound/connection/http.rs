@@ -1,6 +1,6 @@
 //! Serves HTTP connections (I7).
 
-use std::sync::Arc;
+use std::{future::pending, sync::Arc};
 
 use futures_util::FutureExt as _;
 use http::HeaderValue;
@@ -14,6 +14,7 @@ use crate::{
         stack::error_response::{ConnectionInfo, ErrorDetail},
     },
     inbound::{
+        client_certificate::ClientCertificate,
         connection::{
             classified_connection::{ClassifiedHttp, ClientAndPortPolicy},
             context::Connection,
@@ -36,6 +37,7 @@ impl Connection {
         let ClientAndPortPolicy {
             addrs,
             tls,
+            chain,
             port_policy,
         } = client;
         let inbound = &self.inbound;
@@ -70,9 +72,11 @@ impl Connection {
             inbound: inbound.clone(),
             addrs,
             tls,
+            certificate: ClientCertificate::new(chain),
             port_policy,
             client_id: client_id.clone(),
             authorized_routes: Mutex::default(),
+            open_tunnels: Mutex::default(),
             cached_authority: Mutex::default(),
             unauthorized_closer: (!is_authorized).then(|| closer.clone()),
             drain: self.drain.clone(),
@@ -85,7 +89,7 @@ impl Connection {
             client_id,
             error_labeler: Some(connection.clone()),
         };
-        let stop_when_denied = reset_when_denied(connection.clone(), io.handle());
+        let stop_signal = wait_until_stopped(connection.clone(), io.handle(), closer.clone());
         let serve = move |mut req| {
             let connection = connection.clone();
             async move { connection.serve(&mut req).await }
@@ -96,7 +100,7 @@ impl Connection {
             drain: &self.drain,
         };
         let serving = server::serve(io, protocol, service, config, signals);
-        run_until::run_until(stop_when_denied, serving).map(move |served| {
+        run_until::run_until(stop_signal, serving).map(move |served| {
             if let Some(Err(error)) = served {
                 tracing::debug!(client = %addrs.client.0, %error, "HTTP connection ended");
             }
@@ -104,11 +108,29 @@ impl Connection {
     }
 }
 
-/// Waits until a changed policy denies a request in progress. The connection then ends with a reset when it is dropped, if the
-/// client has acknowledged all data.
-async fn reset_when_denied(connection: Arc<HttpConnection>, handle: Option<ConnectionHandle>) {
-    connection.wait_until_denied().await;
-    if let Some(handle) = handle {
+/// Waits until a changed policy denies a request in progress, or the certificate of the client ends the connection. If a request is
+/// in progress then, the connection ends with a reset when it is dropped, if the client has acknowledged all data.
+async fn wait_until_stopped(
+    connection: Arc<HttpConnection>,
+    handle: Option<ConnectionHandle>,
+    closer: ConnectionCloser,
+) {
+    // Boxed, so that the futures of connections without a certificate stay small.
+    let has_certificate = connection.certificate.chain.is_some();
+    let certificate_end = has_certificate.then(|| Box::pin(connection.clone().wait_until_certificate_ends(closer)));
+    let certificate_end = async {
+        match certificate_end {
+            Some(certificate_end) => certificate_end.await,
+            None => pending().await,
+        }
+    };
+    tokio::select! {
+        () = connection.clone().wait_until_denied() => {}
+        () = certificate_end => {}
+    }
+    if let Some(handle) = handle
+        && connection.has_request_in_progress()
+    {
         handle.prefer_reset();
     }
 }

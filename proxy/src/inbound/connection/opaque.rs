@@ -7,8 +7,8 @@ use tulle_core::{info_limited, metrics::Labels};
 
 use crate::{
     inbound::{
-        app_clients::AppTarget, connection::classified_connection::ClientAndPortPolicy, context::Inbound,
-        metrics::with_meta, policy::ActivePolicy,
+        app_clients::AppTarget, client_certificate, connection::classified_connection::ClientAndPortPolicy,
+        context::Inbound, metrics::with_meta, policy::ActivePolicy,
     },
     net::{
         connect::{self, ConnectError},
@@ -104,8 +104,17 @@ impl OpaqueForwarder<'_> {
         }
     }
 
-    /// Copies between `client_io` and the application, or the gateway, until both directions have ended or a changed policy denies
-    /// the client.
+    /// Records that the connection ends because the trust anchors no longer verify the client's certificate.
+    fn record_untrusted(&self, active_policy: &ActivePolicy) {
+        let (denied, families) = (Denied::CertificateUntrusted, &self.inbound.families);
+        let (client, target) = (self.client.addrs.client.0, self.client.addrs.target);
+        let labels = families.connection_labels(target, &self.client.tls, &active_policy.server_policy.meta);
+        info_limited!(self.inbound.log_limiter, client.ip(), "connection closed", %client, %target, %denied);
+        families.record_tcp_terminated(&labels, denied);
+    }
+
+    /// Copies between `client_io` and the application, or the gateway, until both directions have ended, a changed policy denies
+    /// the client, or the trust anchors no longer verify its certificate.
     ///
     /// `upstream_io` is the connection to the application, or through the gateway, if it is open already. `client_prefix` are bytes
     /// already read from the client.
@@ -149,6 +158,9 @@ impl OpaqueForwarder<'_> {
                         tracing::debug!(target = %self.client.addrs.target, %error, "connection ended");
                     }
                     return;
+                }
+                () = client_certificate::wait_untrusted(self.client.chain.as_deref()) => {
+                    return self.record_untrusted(&current);
                 }
                 changed = self.client.port_policy.wait_changed(&current) => {
                     current = changed;

@@ -41,6 +41,7 @@ impl Connection {
         let client = |tls| ClientAndPortPolicy {
             addrs,
             tls,
+            chain: None,
             port_policy: port_policy.clone(),
         };
         if active_policy.server_policy.protocol == ServerProtocol::Opaque {
@@ -60,9 +61,10 @@ impl Connection {
         };
         match detection {
             TlsDetection::Terminate(prefix) => {
-                let (io, tls) = self.terminate_tls(stream, prefix, &addrs, Alpn::Unset).await?;
+                let (io, tls, chain) = self.terminate_tls(stream, prefix, &addrs, Alpn::Unset).await?;
                 let io = io.count(self.inbound.client_connection_metrics(&addrs, &tls, &active_policy));
-                self.classify_after_tls(io, client(tls), active_policy).await // I5
+                let client = ClientAndPortPolicy { chain, ..client(tls) };
+                self.classify_after_tls(io, client, active_policy).await // I5
             }
             TlsDetection::PassThrough { prefix, sni } => {
                 let is_label = self.inbound.server_name_labels.add(&sni, HostSource::Untrusted);

@@ -1,6 +1,6 @@
 //! The context that all requests of an HTTP connection share.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use http::HeaderValue;
 use parking_lot::Mutex;
@@ -14,12 +14,13 @@ use crate::{
         stack::error_response::ErrorLabeler,
     },
     inbound::{
+        client_certificate::ClientCertificate,
         connection_addrs::ConnectionAddrs,
         context::Inbound,
         gateway::{Gateway, GatewayConnection},
         policy::PortPolicy,
         profiles::{ProfileEntry, ProfileLimitReached},
-        request::observe::AuthorizedRoutes,
+        request::{observe::AuthorizedRoutes, tunnel_request::TunnelRequest},
     },
     tls::status::ServerTls,
 };
@@ -29,6 +30,7 @@ pub(in crate::inbound) struct HttpConnection {
     pub(in crate::inbound) inbound: Arc<Inbound>,
     pub(in crate::inbound) addrs: ConnectionAddrs,
     pub(in crate::inbound) tls: ServerTls,
+    pub(in crate::inbound) certificate: ClientCertificate,
     pub(in crate::inbound) port_policy: Arc<PortPolicy>,
     /// The protocol of the client's connection.
     pub(in crate::inbound) protocol: HttpVersion,
@@ -36,6 +38,8 @@ pub(in crate::inbound) struct HttpConnection {
     /// Value of `l5d-client-id` in every request; `None` if the client has no identity.
     pub(in crate::inbound) client_id: Option<HeaderValue>,
     pub(in crate::inbound) authorized_routes: Mutex<AuthorizedRoutes>,
+    /// The requests of tunnels that are open or wait for their response. Each tunnel holds a reference until it ends.
+    pub(in crate::inbound) open_tunnels: Mutex<Vec<Weak<TunnelRequest>>>,
     pub(in crate::inbound) cached_authority: Mutex<CachedAuthority>,
     /// Closes the HTTP/2 connection of an unauthorized client once a policy permits the client a request, so that the client
     /// reconnects with the normal limits. An HTTP/1 connection closes after its next response instead. `None` for authorized

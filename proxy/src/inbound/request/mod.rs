@@ -6,6 +6,7 @@ mod observe;
 mod profile;
 mod send;
 mod tap;
+mod tunnel_request;
 
 use std::sync::Arc;
 
@@ -17,6 +18,7 @@ use self::{
     context::{HttpConnection, Upstream},
     observe::{RequestMetrics, RouteRequestGuard},
     profile::ProfileNameSource,
+    tunnel_request::TunnelRequest,
 };
 use crate::{
     http::{
@@ -48,7 +50,9 @@ impl HttpConnection {
         if let Some(restored) = &restored {
             http1_over_http2::response_to_http2(&mut rsp, restored)?;
         }
-        if self.unauthorized_closer.is_some() && self.is_authorized_by(&self.port_policy.current().server_policy) {
+        let has_reduced_limits =
+            || self.unauthorized_closer.is_some() && self.is_authorized_by(&self.port_policy.current().server_policy);
+        if self.certificate.is_closing() || has_reduced_limits() {
             rsp.extensions_mut().insert(CloseAfterResponse);
         }
         Ok(rsp)
@@ -61,10 +65,14 @@ impl HttpConnection {
         req: &mut Request<Body>,
         started_at: Instant,
     ) -> Result<Response<Body>, Error> {
-        let reply_channels = req.body_mut().take_reply_channels();
+        let mut reply_channels = req.body_mut().take_reply_channels();
         self.clean_headers(req, reply_channels.upgrade.is_some());
+        let tunnel_request = reply_channels.upgrade.is_some().then(|| TunnelRequest::new(req));
         let request_metrics = self.authorize_or_tap_denial(req)?; // I9
         let mut route_guard = RouteRequestGuard::begin(request_metrics, req, started_at);
+        if let Some((client_tunnel, tunnel_request)) = reply_channels.upgrade.as_mut().zip(tunnel_request) {
+            self.close_tunnel_when_denied(client_tunnel, tunnel_request, &route_guard.metrics.route_metrics);
+        }
         let profile = wait_profile(self.find_profile(req)).await;
         let profile_request = profile.map(|profile| {
             let attributes = RequestAttributes::new(req.method(), req.uri(), req.headers());
@@ -78,8 +86,7 @@ impl HttpConnection {
         let tracer = self.inbound.tracer.as_ref();
         let server_span = trace::start_server_span(tracer, req);
         let client_span = trace::start_client_span(tracer, req);
-        let route_metrics = &route_guard.metrics.route_metrics;
-        let result = self.send_to_app(app, req, reply_channels, route_metrics).await; // I10
+        let result = self.send_to_app(app, req, reply_channels).await; // I10
         trace::finish(client_span, &result);
         trace::finish(server_span, &result);
         match result {

@@ -20,10 +20,7 @@ use crate::{
     },
     inbound::{
         gateway::{self, Gateway, GatewayConnection},
-        request::{
-            context::HttpConnection,
-            observe::{AuthorizedRouteMetrics, RouteRequestGuard},
-        },
+        request::{context::HttpConnection, observe::RouteRequestGuard, tunnel_request::TunnelRequest},
     },
     trace,
 };
@@ -42,11 +39,12 @@ impl HttpConnection {
             self.tls.client_id().map_or("", |id| id.as_str()),
         );
         req.headers_mut().remove(names::L5D_CLIENT_ID); // the next proxy sets this header to the identity of this proxy
+        let asks_for_tunnel = req.body_mut().client_tunnel_mut().is_some();
+        let tunnel_request = asks_for_tunnel.then(|| TunnelRequest::new(req));
         let request_metrics = self.authorize(req)?;
         let mut route_guard = RouteRequestGuard::begin(request_metrics, req, started_at);
-        if let Some(client_tunnel) = req.body_mut().client_tunnel_mut() {
-            let route_metrics = route_guard.metrics.route_metrics.clone();
-            client_tunnel.close_when(self.clone().wait_until_tunnel_denied(route_metrics));
+        if let Some((client_tunnel, tunnel_request)) = req.body_mut().client_tunnel_mut().zip(tunnel_request) {
+            self.close_tunnel_when_denied(client_tunnel, tunnel_request, &route_guard.metrics.route_metrics);
         }
         let result = match gateway::check_loop(own_identity, client, Some(req)) {
             Ok(()) => {
@@ -70,11 +68,10 @@ impl HttpConnection {
     /// Sends the request to the application. If the connection is lost before a response, the request is resent where this is
     /// safe.
     pub(super) async fn send_to_app(
-        self: &Arc<Self>,
+        &self,
         app: &EndpointClient,
         req: &mut Request<Body>,
         ReplyChannels { upgrade, interims }: ReplyChannels,
-        route_metrics: &Arc<AuthorizedRouteMetrics>,
     ) -> Result<Response<Body>, Error> {
         let protocol = if req.version() == Version::HTTP_2 {
             HttpVersion::Http2
@@ -102,8 +99,7 @@ impl HttpConnection {
             Ok(rsp) => rsp,
         };
         match (upgrade, rsp.body_mut().take_server_tunnel()) {
-            (Some(mut client_tunnel), Some(app_tunnel)) => {
-                client_tunnel.close_when(self.clone().wait_until_tunnel_denied(route_metrics.clone()));
+            (Some(client_tunnel), Some(app_tunnel)) => {
                 tunnel::spawn_tunnel(client_tunnel, app_tunnel, &self.drain);
                 headers::strip_hop_by_hop_except_upgrade(rsp.headers_mut());
                 headers::strip_proxy_headers(rsp.headers_mut());
@@ -116,17 +112,6 @@ impl HttpConnection {
             (_, None) => headers::strip_from_app_response(rsp.headers_mut()),
         }
         Ok(rsp)
-    }
-
-    /// Waits until a changed policy denies the tunnel of a request. The tunnel counts as in progress while this future exists.
-    async fn wait_until_tunnel_denied(self: Arc<Self>, route_metrics: Arc<AuthorizedRouteMetrics>) {
-        match self.protocol {
-            // The client's connection is now the tunnel, and no other task stops it.
-            HttpVersion::Http1 => self.wait_until_denied().await,
-            // The tunnel is a stream of the client's connection, which is closed when the client is denied.
-            HttpVersion::Http2 => std::future::pending().await,
-        }
-        drop(route_metrics);
     }
 }
 

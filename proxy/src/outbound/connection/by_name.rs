@@ -15,6 +15,7 @@ use crate::{
             opaque,
         },
         destination::snapshot::{Destination, Plan},
+        endpoint::LocalEndpoints,
     },
 };
 
@@ -22,7 +23,7 @@ impl Outbound {
     /// Sends a request to the service `name`.
     ///
     /// # Errors
-    /// The control plane does not know the service, it is not exported, or the request failed.
+    /// The control plane does not know the service, it is not exported, its endpoint is this workload, or the request failed.
     pub(crate) async fn send_to_service(
         self: &Arc<Self>,
         name: &NameAddr,
@@ -32,7 +33,7 @@ impl Outbound {
         let connection = HttpConnection {
             outbound: self.clone(),
             client,
-            target_source: TargetSource::Fixed(self.service_destination(name).await?),
+            target_source: TargetSource::GatewayService(self.service_destination(name).await?),
         };
         connection.serve(req).await
     }
@@ -40,12 +41,13 @@ impl Outbound {
     /// Opens a connection for opaque bytes to the service `name`.
     ///
     /// # Errors
-    /// The control plane does not know the service, it is not exported, does not accept opaque bytes, or cannot be reached.
+    /// The control plane does not know the service, it is not exported, does not accept opaque bytes, its endpoint is this workload,
+    /// or it cannot be reached.
     pub(crate) async fn connect_to_service(&self, name: &NameAddr) -> Result<Io, Error> {
         let snapshot = self.service_destination(name).await?.snapshot();
         match &snapshot.plan {
             Plan::Opaque(route) | Plan::Detect { opaque: route, .. } => {
-                let opened = opaque::open(route).await;
+                let opened = opaque::open(route, LocalEndpoints::Refuse).await;
                 opened.map_err(|error| error.into_http_error(&snapshot))
             }
             Plan::Http1(_) | Plan::Http2(_) | Plan::Tls { .. } => Err(Error::RouteNotFound),

@@ -33,6 +33,7 @@ use crate::{
             redirected::Connection,
         },
         destination::snapshot::{Destination, Plan, Snapshot},
+        endpoint::LocalEndpoints,
     },
 };
 
@@ -175,9 +176,9 @@ impl Outbound {
 /// No endpoint can be reached, or the policy refuses the connection.
 async fn open_if_opaque(snapshot: &Snapshot) -> Result<Option<Io>, Error> {
     let opened = match &snapshot.plan {
-        Plan::Opaque(route) => opaque::open(route).await.map(Some),
+        Plan::Opaque(route) => opaque::open(route, LocalEndpoints::Permit).await.map(Some),
         // The client's protocol is not known yet. A policy that refuses opaque bytes may permit HTTP.
-        Plan::Detect { opaque: route, .. } => match opaque::open(route).await {
+        Plan::Detect { opaque: route, .. } => match opaque::open(route, LocalEndpoints::Permit).await {
             Err(OpaqueError::Policy(_)) => Ok(None),
             opened => opened.map(Some),
         },

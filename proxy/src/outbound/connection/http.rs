@@ -25,6 +25,7 @@ use crate::{
     outbound::{
         connection::context::{AcceptedClient, Outbound},
         destination::{discovery::ResolvedTarget, snapshot::Destination},
+        endpoint::LocalEndpoints,
         request::{
             context::{ClientContext, OutgoingRequest},
             route,
@@ -44,6 +45,8 @@ pub(super) struct HttpConnection {
 pub(super) enum TargetSource {
     /// All requests of the connection go to this destination.
     Fixed(Arc<Destination>),
+    /// The service that a client of this gateway names. This workload is refused as its endpoint.
+    GatewayService(Arc<Destination>),
     /// The service in `l5d-dst-override`; without this header, the dialled destination.
     Override(Arc<Destination>),
     /// The request target, as in requests to an explicit proxy; CONNECT requests are served by `on_connect`.
@@ -74,7 +77,7 @@ impl HttpConnection {
             }
         }
         let (destination, fallback_addrs) = match &self.target_source {
-            TargetSource::Fixed(destination) => {
+            TargetSource::Fixed(destination) | TargetSource::GatewayService(destination) => {
                 let mut outgoing = OutgoingRequest {
                     req,
                     reply_channels,
@@ -133,6 +136,10 @@ impl HttpConnection {
             client_addr: self.client.addr.0,
             families: &self.outbound.families,
             drain: &self.client.drain,
+            local_endpoints: match self.target_source {
+                TargetSource::GatewayService(_) => LocalEndpoints::Refuse,
+                _ => LocalEndpoints::Permit,
+            },
         }
     }
 

@@ -12,7 +12,7 @@ use crate::{
     net::{copy, io::Io},
     outbound::{
         destination::snapshot::{self, CompiledOpaqueRoute, PolicyRefusal, Snapshot},
-        endpoint::Endpoint,
+        endpoint::{Endpoint, LocalEndpoints},
     },
 };
 
@@ -56,8 +56,11 @@ impl OpaqueError {
 /// as it would without a proxy, and the client decides whether to try again.
 ///
 /// # Errors
-/// The policy refuses the connection, or no endpoint can be reached.
-pub(in crate::outbound) async fn open(route: &CompiledOpaqueRoute) -> Result<Io, OpaqueError> {
+/// The policy refuses the connection, no endpoint can be reached, or `local_endpoints` refuses the one that was picked.
+pub(in crate::outbound) async fn open(
+    route: &CompiledOpaqueRoute,
+    local_endpoints: LocalEndpoints,
+) -> Result<Io, OpaqueError> {
     if let Some(refusal) = &route.refusal {
         return Err(OpaqueError::Policy(refusal.clone()));
     }
@@ -67,6 +70,7 @@ pub(in crate::outbound) async fn open(route: &CompiledOpaqueRoute) -> Result<Io,
     }
     let mut tried: SmallVec<[Arc<Endpoint>; MAX_ENDPOINTS_PER_CONNECTION]> = SmallVec::new();
     let mut endpoint = choice.backend.pick(&tried).await?;
+    local_endpoints.check(&endpoint)?;
     loop {
         let mut in_flight = InFlightGuard::new(endpoint.clone(), Instant::now());
         let error = match endpoint.connector.open(None).await {
@@ -81,7 +85,9 @@ pub(in crate::outbound) async fn open(route: &CompiledOpaqueRoute) -> Result<Io,
         endpoint.breaker().record_dial_failure(error.cause(), Instant::now());
         tracing::debug!(addr = %endpoint.spec.addr, %error, "endpoint cannot be reached");
         tried.push(endpoint);
-        let is_untried = |other: &Arc<Endpoint>| !tried.iter().any(|tried| Arc::ptr_eq(tried, other));
+        let is_untried = |other: &Arc<Endpoint>| {
+            local_endpoints.permits(other) && !tried.iter().any(|tried| Arc::ptr_eq(tried, other))
+        };
         let another = match error.resendable() == Resendable::Always && tried.len() < MAX_ENDPOINTS_PER_CONNECTION {
             true => choice.backend.pick_where(is_untried),
             false => None,

@@ -29,7 +29,7 @@ use crate::{
             opaque::{self, OpaqueError},
         },
         destination::snapshot::{CompiledOpaqueRoute, Destination, Plan},
-        endpoint::Endpoint,
+        endpoint::{Endpoint, LocalEndpoints},
         metrics::labels,
         mode::Mode,
     },
@@ -409,7 +409,7 @@ impl Connection {
 /// No endpoint can be reached, or the policy refuses the connection.
 async fn connect_server(server: ServerDial, route: &CompiledOpaqueRoute) -> Result<Io, Box<OpaqueError>> {
     match server {
-        ServerDial::NotDialled => opaque::open(route).await.map_err(Box::new),
+        ServerDial::NotDialled => opaque::open(route, LocalEndpoints::Permit).await.map_err(Box::new),
         ServerDial::Connected(io) => Ok(io),
         ServerDial::Failed(error) => Err(error),
     }

@@ -87,6 +87,7 @@ impl AttemptSender<'_> {
                 worker: self.client.worker,
                 backend: &choice.backend,
                 required_identity: self.required_identity,
+                local_endpoints: self.client.local_endpoints,
                 families: self.client.families,
                 n_tried_by_earlier_attempts: tried.len(),
             },

@@ -28,7 +28,11 @@ use crate::{
         headers,
         upgrade::websocket,
     },
-    outbound::{backend::Backend, endpoint::Endpoint, metrics::Families},
+    outbound::{
+        backend::Backend,
+        endpoint::{Endpoint, LocalEndpoints},
+        metrics::Families,
+    },
 };
 
 /// Endpoints that a request has been sent to or could not reach, once for each try.
@@ -46,6 +50,7 @@ pub(super) struct RequestConnector<'a> {
     pub(super) backend: &'a Backend,
     /// Identity that the endpoint must have, from `l5d-require-id`.
     pub(super) required_identity: Option<&'a str>,
+    pub(super) local_endpoints: LocalEndpoints,
     pub(super) families: &'a Families,
     /// Number of [`TriedEndpoints`] from earlier attempts of the request.
     pub(super) n_tried_by_earlier_attempts: usize,
@@ -65,15 +70,15 @@ impl RequestConnector<'_> {
     /// Returns an endpoint and a connection to it. Endpoints that cannot be reached are added to `tried`.
     ///
     /// # Errors
-    /// No endpoint is available, the last one that was tried cannot be reached, or an endpoint does not have the required
-    /// identity.
+    /// No endpoint is available, the last one that was tried cannot be reached, or the request must not be sent to an endpoint that
+    /// was picked.
     pub(super) async fn connect_endpoint(
         &self,
         tried: &mut TriedEndpoints,
         needs: ConnectionRequirements,
     ) -> Result<(Arc<Endpoint>, ConnectOutcome), Error> {
         let endpoint = self.backend.pick(tried).await?;
-        self.check_identity(&endpoint)?;
+        self.check_endpoint(&endpoint)?;
         match self.reuse_connection(&endpoint, needs).await {
             Some(outcome) => Ok((endpoint, outcome)),
             // Boxed because it is rare and its timer is large.
@@ -82,8 +87,9 @@ impl RequestConnector<'_> {
     }
 
     /// # Errors
-    /// The endpoint does not have the required identity.
-    fn check_identity(&self, endpoint: &Endpoint) -> Result<(), Error> {
+    /// The endpoint does not have the required identity, or it is local and local endpoints are refused.
+    fn check_endpoint(&self, endpoint: &Endpoint) -> Result<(), Error> {
+        self.local_endpoints.check(endpoint)?;
         match self.required_identity {
             Some(required) if !has_identity(endpoint, required) => Err(Error::IdentityMismatch {
                 required: required.to_owned(),
@@ -93,11 +99,12 @@ impl RequestConnector<'_> {
         }
     }
 
-    /// Whether an endpoint can replace those that the request has tried or is dialling. An endpoint without the required identity
-    /// cannot, because the request must not be sent to it.
+    /// Whether an endpoint can replace those that the request has tried or is dialling. An endpoint that [`Self::check_endpoint`]
+    /// refuses cannot, because the request must not be sent to it.
     fn is_alternative(&self, endpoint: &Arc<Endpoint>, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
         let mut excluded = tried.iter().chain(dials.iter().map(|dial| &dial.endpoint));
         !excluded.any(|excluded| Arc::ptr_eq(excluded, endpoint))
+            && self.local_endpoints.permits(endpoint)
             && self
                 .required_identity
                 .is_none_or(|required| has_identity(endpoint, required))
@@ -166,7 +173,7 @@ impl RequestConnector<'_> {
     /// them.
     ///
     /// # Errors
-    /// No dial is in progress, and no other endpoint may be tried, is available, or has the required identity.
+    /// No dial is in progress, and no other endpoint may be tried, is available, or passes [`Self::check_endpoint`].
     async fn next_after_failed_dial(
         &self,
         failed: Arc<Endpoint>,
@@ -197,7 +204,7 @@ impl RequestConnector<'_> {
         }
         self.count_resend(cause);
         let other = self.backend.pick(tried).await?;
-        self.check_identity(&other)?;
+        self.check_endpoint(&other)?;
         Ok(Some(other))
     }
 
@@ -411,6 +418,7 @@ mod tests {
                 worker: 0,
                 backend: &backend,
                 required_identity: None,
+                local_endpoints: LocalEndpoints::Permit,
                 families: &context.families,
                 n_tried_by_earlier_attempts,
             };
@@ -445,6 +453,7 @@ mod tests {
             worker: 0,
             backend: &Backend::Fail,
             required_identity,
+            local_endpoints: LocalEndpoints::Permit,
             families: &context.families,
             n_tried_by_earlier_attempts: 0,
         };

@@ -7,7 +7,7 @@ use tulle_core::drain;
 
 use crate::{
     http::{body::Body, upgrade::reply_channels::ReplyChannels},
-    outbound::metrics::Families,
+    outbound::{endpoint::LocalEndpoints, metrics::Families},
 };
 
 /// The properties of the client's connection that its requests need.
@@ -17,6 +17,7 @@ pub(in crate::outbound) struct ClientContext<'a> {
     pub(in crate::outbound) client_addr: SocketAddr,
     pub(in crate::outbound) families: &'a Families,
     pub(in crate::outbound) drain: &'a drain::Watch,
+    pub(in crate::outbound) local_endpoints: LocalEndpoints,
 }
 
 /// A request on its way to a backend.

@@ -1,13 +1,12 @@
 //! Sends copies of a request to the mirrors of its rule (O7).
 
-use std::{mem::take, net::SocketAddr, sync::Arc, time::Duration};
+use std::{mem::take, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{Method, Request};
 use http_body::Body as _;
 use http_body_util::BodyExt as _;
 use tokio::time::{Instant, timeout};
-use tulle_core::drain;
 
 use crate::{
     http::{
@@ -57,11 +56,24 @@ pub(super) fn send_copies(
         if overrides == HeaderOverrides::Allow {
             retry::remove_overrides(copy.headers_mut());
         }
-        let (worker, client_addr, drain) = (client.worker, client.client_addr, client.drain.clone());
+        let ClientContext {
+            worker,
+            client_addr,
+            local_endpoints,
+            ..
+        } = client;
+        let drain = client.drain.clone();
         // The drain does not wait for copies.
         tokio::spawn(async move {
+            let client = ClientContext {
+                worker,
+                client_addr,
+                families: &guard.mirror().endpoint_context.families,
+                drain: &drain,
+                local_endpoints,
+            };
             let result = tokio::select! {
-                result = send_copy(copy, guard.mirror(), worker, client_addr, &drain) => result,
+                result = send_copy(copy, guard.mirror(), client) => result,
                 () = monitor.wait_failed() => MirrorCopyResult::Failure,
             };
             let is_too_slow = monitor.is_too_slow();
@@ -87,20 +99,9 @@ fn copy_request(req: &mut Request<Body>, memory: &Arc<BodyCopyMemory>) -> (Reque
     (copy, monitor)
 }
 
-async fn send_copy(
-    mut copy: Request<Body>,
-    mirror: &Mirror,
-    worker: usize,
-    client_addr: SocketAddr,
-    drain: &drain::Watch,
-) -> MirrorCopyResult {
+async fn send_copy(mut copy: Request<Body>, mirror: &Mirror, client: ClientContext<'_>) -> MirrorCopyResult {
     let sender = AttemptSender {
-        client: ClientContext {
-            worker,
-            client_addr,
-            families: &mirror.endpoint_context.families,
-            drain,
-        },
+        client,
         route_source: RouteSource::Route(&mirror.route),
         required_identity: None,
         backends: &mirror.backends,

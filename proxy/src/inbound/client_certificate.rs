@@ -1,0 +1,128 @@
+//! The certificate of a client ends its connection: an HTTP connection when it expires, each connection when the trust anchors no
+//! longer verify it.
+
+use std::{
+    future::pending,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, SystemTime},
+};
+
+use tokio::time::Instant;
+
+use crate::{policy::authz::Denied, tls::client_chains::ClientChain};
+
+/// The certificates of the client of an HTTP connection. Without a certificate, nothing ends the connection.
+#[derive(Debug, Default)]
+pub(in crate::inbound) struct ClientCertificate {
+    pub(in crate::inbound) chain: Option<Arc<ClientChain>>,
+    /// Whether the connection closes gracefully: from [`CertificateDeadlines::close_at`] on, or if the chain is not trusted.
+    is_closing: AtomicBool,
+    /// Whether the connection gets no further request: from [`CertificateDeadlines::expires_at`] on, or
+    /// [`UNTRUSTED_CLOSE_TIME`] after the chain was not trusted.
+    is_refused: AtomicBool,
+}
+
+/// When the certificate of a client ends an HTTP connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::inbound) struct CertificateDeadlines {
+    /// The connection starts to close gracefully, so that the client sends further requests on a new connection.
+    pub(in crate::inbound) close_at: Instant,
+    /// The connection gets no further request.
+    pub(in crate::inbound) expires_at: Instant,
+}
+
+impl ClientCertificate {
+    pub(in crate::inbound) fn new(chain: Option<Arc<ClientChain>>) -> Self {
+        Self {
+            chain,
+            ..Self::default()
+        }
+    }
+
+    pub(in crate::inbound) fn deadlines(&self) -> Option<CertificateDeadlines> {
+        let not_after = self.chain.as_ref()?.not_after();
+        let remaining = not_after.duration_since(SystemTime::now()).unwrap_or_default();
+        Some(CertificateDeadlines::new(Instant::now(), remaining))
+    }
+
+    /// Checks that the client may send a request.
+    ///
+    /// # Errors
+    /// Since it connected, its certificate has expired, or the trust anchors were replaced.
+    pub(in crate::inbound) fn check(&self) -> Result<(), Denied> {
+        if !self.is_refused.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        match self.chain.as_ref().is_some_and(|chain| chain.is_revoked()) {
+            true => Err(Denied::CertificateUntrusted),
+            false => Err(Denied::CertificateExpired),
+        }
+    }
+
+    /// Whether the connection closes after its next response.
+    pub(in crate::inbound) fn is_closing(&self) -> bool {
+        self.is_closing.load(Ordering::Relaxed)
+    }
+
+    pub(in crate::inbound) fn set_closing(&self) {
+        self.is_closing.store(true, Ordering::Relaxed);
+    }
+
+    pub(in crate::inbound) fn set_refused(&self) {
+        self.is_refused.store(true, Ordering::Relaxed);
+    }
+}
+
+impl CertificateDeadlines {
+    fn new(now: Instant, remaining: Duration) -> Self {
+        let remaining = remaining.min(MAX_VALIDITY);
+        let expires_at = now + remaining;
+        Self {
+            close_at: expires_at - MAX_CLOSE_LEAD.min(remaining / 4),
+            expires_at,
+        }
+    }
+}
+
+/// Waits until the trust anchors no longer verify the certificates of the client.
+pub(in crate::inbound) async fn wait_untrusted(chain: Option<&ClientChain>) {
+    match chain {
+        // Boxed, so that the futures of connections without a certificate stay small.
+        Some(chain) => Box::pin(chain.wait_revoked()).await,
+        None => pending().await,
+    }
+}
+
+/// Time of the graceful close before the expiry. A proxy of tulle has replaced its connections before (`Retirement`).
+const MAX_CLOSE_LEAD: Duration = Duration::from_secs(60);
+/// Longer validities count as this one: more than the validity of any certificate of a workload.
+const MAX_VALIDITY: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+/// Time of the graceful close after the trust anchors no longer verify the certificate of a client.
+pub(in crate::inbound) const UNTRUSTED_CLOSE_TIME: Duration = Duration::from_secs(5);
+/// Time that requests in progress have to end from when further requests of their client are refused.
+pub(in crate::inbound) const REFUSED_CLIENT_GRACE: Duration = Duration::from_secs(60);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_connection_begins_to_close_a_minute_or_a_quarter_of_the_validity_before_the_expiry() {
+        let now = Instant::now();
+        let seconds = Duration::from_secs;
+        for (remaining, lead) in [(24 * 3600, 60), (240, 60), (8, 2), (0, 0)] {
+            let expected = CertificateDeadlines {
+                close_at: now + seconds(remaining - lead),
+                expires_at: now + seconds(remaining),
+            };
+            assert_eq!(
+                CertificateDeadlines::new(now, seconds(remaining)),
+                expected,
+                "{remaining}"
+            );
+        }
+    }
+}

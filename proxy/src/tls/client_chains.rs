@@ -1,0 +1,139 @@
+//! The certificates of clients with open connections: how long they are valid, and whether the trust anchors still verify them.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::SystemTime;
+
+use parking_lot::Mutex;
+use rustls::Error;
+use rustls::pki_types::CertificateDer;
+use smallvec::SmallVec;
+use tokio::sync::Notify;
+
+use crate::tls::certificate;
+
+/// The certificates of a client, shared by its open connections.
+pub(crate) struct ClientChain {
+    certificates: Box<[CertificateDer<'static>]>,
+    not_after: SystemTime,
+    is_revoked: AtomicBool,
+    revoked: Notify,
+}
+
+/// The chains of all clients with open connections.
+#[derive(Default)]
+pub(super) struct ClientChains {
+    hasher: RandomState,
+    open: Mutex<OpenChains>,
+}
+
+#[derive(Default)]
+struct OpenChains {
+    by_hash: HashMap<u64, SmallVec<[Weak<ClientChain>; 1]>>,
+    /// Number of hashes above which those without an open connection are removed.
+    sweep_threshold: usize,
+}
+
+impl ClientChain {
+    /// The time at which the first of the certificates expires.
+    pub(crate) fn not_after(&self) -> SystemTime {
+        self.not_after
+    }
+
+    /// Waits until the trust anchors are replaced by others, which do not verify the chain.
+    pub(crate) async fn wait_revoked(&self) {
+        let mut revoked = pin!(self.revoked.notified());
+        // Enabled before the check, so that no notification is lost in between.
+        revoked.as_mut().enable();
+        if !self.is_revoked() {
+            revoked.await;
+        }
+    }
+
+    /// Waits until a certificate of the chain has expired, or [`Self::wait_revoked`] ends.
+    pub(crate) async fn wait_invalid(&self) {
+        let remaining = self.not_after.duration_since(SystemTime::now());
+        tokio::select! {
+            () = tokio::time::sleep(remaining.unwrap_or_default()) => {}
+            () = self.wait_revoked() => {}
+        }
+    }
+
+    /// Whether [`Self::wait_revoked`] has ended.
+    pub(crate) fn is_revoked(&self) -> bool {
+        self.is_revoked.load(Ordering::Acquire)
+    }
+
+    fn revoke(&self) {
+        self.is_revoked.store(true, Ordering::Release);
+        self.revoked.notify_waiters();
+    }
+}
+
+impl fmt::Debug for ClientChain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ClientChain")
+            .field("certificates", &self.certificates.len())
+            .field("not_after", &self.not_after)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ClientChains {
+    /// The chain of a further connection with these certificates.
+    ///
+    /// # Errors
+    /// There is no certificate, or one cannot be parsed.
+    pub(super) fn open(&self, certificates: &[CertificateDer<'static>]) -> Result<Arc<ClientChain>, Error> {
+        let mut hasher = self.hasher.build_hasher();
+        for certificate in certificates {
+            hasher.write(certificate);
+        }
+        let mut open = self.open.lock();
+        let same_hash = open.by_hash.entry(hasher.finish()).or_default();
+        same_hash.retain(|chain| chain.strong_count() > 0);
+        // A revoked chain can become valid again with other trust anchors, but its former connections end.
+        let is_same = |chain: &Arc<ClientChain>| *chain.certificates == *certificates && !chain.is_revoked();
+        if let Some(chain) = same_hash.iter().filter_map(Weak::upgrade).find(is_same) {
+            return Ok(chain);
+        }
+        let chain = Arc::new(ClientChain {
+            certificates: certificates.into(),
+            not_after: certificate::first_expiry(certificates)?,
+            is_revoked: AtomicBool::new(false),
+            revoked: Notify::new(),
+        });
+        same_hash.push(Arc::downgrade(&chain));
+        open.sweep();
+        Ok(chain)
+    }
+
+    /// Ends the connections of all clients whose certificates are not trusted any more. The second argument of `is_trusted` is
+    /// [`ClientChain::not_after`].
+    pub(super) fn revoke_untrusted(&self, is_trusted: impl Fn(&[CertificateDer<'_>], SystemTime) -> bool) {
+        // The signatures are verified without the lock.
+        let chains: Vec<_> = {
+            let open = self.open.lock();
+            open.by_hash.values().flatten().filter_map(Weak::upgrade).collect()
+        };
+        for chain in chains {
+            if !is_trusted(&chain.certificates, chain.not_after) {
+                chain.revoke();
+            }
+        }
+    }
+}
+
+impl OpenChains {
+    fn sweep(&mut self) {
+        if self.by_hash.len() > self.sweep_threshold {
+            let is_open = |chain: &Weak<ClientChain>| chain.strong_count() > 0;
+            self.by_hash.retain(|_, chains| chains.iter().any(is_open));
+            self.sweep_threshold = 2 * self.by_hash.len();
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! How long a connection to a server is used for new requests, by the validity of the certificates on both sides.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, SystemTime};
+
+use tokio::time::Instant;
+use tokio_rustls::client::TlsStream;
+
+use crate::net::retirement::Retirement;
+use crate::tls::certificate;
+
+/// How long connections that are opened with the current credentials can be used.
+pub(crate) struct CredentialsLifetime {
+    /// The time at which the first certificate of the proxy's own chain expires; `None` without a certificate.
+    pub(super) not_after: Option<SystemTime>,
+    /// Set when the trust anchors are replaced by others.
+    pub(super) anchors_replaced: Arc<AtomicBool>,
+}
+
+impl CredentialsLifetime {
+    /// When the connection gets no further request: some time before a certificate of either side expires, or when the trust
+    /// anchors are replaced. A new connection then presents the renewed certificate, and verifies that of the server.
+    ///
+    /// The time before the expiry is random, so that connections of the same age are not replaced at once. A server of tulle starts
+    /// to close the connection only later: see `CertificateDeadlines` of the inbound side.
+    pub(crate) fn retirement<IO>(self, stream: &TlsStream<IO>) -> Retirement {
+        let (_, session) = stream.get_ref();
+        let of_server = session
+            .peer_certificates()
+            .and_then(|certificates| certificate::first_expiry(certificates).ok());
+        let first_expiry = self.not_after.into_iter().chain(of_server).min();
+        let remaining = first_expiry.map_or(MAX_USE, |expiry| {
+            expiry
+                .duration_since(SystemTime::now())
+                .unwrap_or_default()
+                .min(MAX_USE)
+        });
+        Retirement {
+            at: Instant::now() + usable_for(remaining, fastrand::f64()),
+            is_early: self.anchors_replaced,
+        }
+    }
+}
+
+/// How long a connection is used whose certificates are valid for `remaining`. `random` is from 0 to 1.
+fn usable_for(remaining: Duration, random: f64) -> Duration {
+    let lead = remaining.min(MAX_LEAD).mul_f64(random.mul_add(0.2, 0.3));
+    remaining - lead
+}
+
+/// Of the remaining validity, at most this time counts for the random time before the expiry, which is 30 % to 50 % of it.
+const MAX_LEAD: Duration = Duration::from_secs(20 * 60);
+/// Maximum time that a connection is used: more than the validity of any certificate of a workload.
+const MAX_USE: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_are_replaced_before_their_certificates_expire() {
+        let minutes = |minutes: u64| Duration::from_secs(60 * minutes);
+        for (remaining, latest, earliest) in [
+            (minutes(24 * 60), minutes(24 * 60 - 6), minutes(24 * 60 - 10)),
+            (minutes(20), minutes(14), minutes(10)),
+            (minutes(1), Duration::from_secs(42), Duration::from_secs(30)),
+            (Duration::ZERO, Duration::ZERO, Duration::ZERO),
+        ] {
+            for (random, expected) in [(0., latest), (1., earliest)] {
+                let difference = usable_for(remaining, random).abs_diff(expected);
+                assert!(difference < Duration::from_millis(1), "{remaining:?} {random}");
+            }
+        }
+    }
+}
