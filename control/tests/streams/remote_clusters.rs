@@ -508,6 +508,17 @@ fn terminating(yaml: &str) -> String {
     )
 }
 
+/// The endpoint 10.1.0.1 of the Service `app`, which is about to end and still serves.
+const TERMINATING_SLICE: &str = "
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: app-1, namespace: shop, labels: {kubernetes.io/service-name: app}}
+addressType: IPv4
+ports: [{name: http, port: 8080}]
+endpoints: [{addresses: [10.1.0.1], conditions: {ready: false, serving: true, terminating: true}}]
+";
+
 /// The next message of a stream, with `?` after each fallback endpoint.
 async fn next_marked(stream: &mut Streaming<Update>) -> String {
     let update = next(stream).await;
@@ -531,9 +542,9 @@ async fn members_of_other_clusters_are_fallback_endpoints_with_prefer_local_for_
     east.manifests
         .write("more.yaml", &pod("app", "10.2.0.2", "mesh-system"));
     assert_eq!(next_marked(&mut stream).await, "+10.2.0.2:8080?");
-    // Pods that are being deleted are not preferred, so only the preference of the others changes.
-    mesh.manifests
-        .write("mesh.yaml", &terminating(&with_local(&["10.1.0.1"])));
+    // Terminating endpoints are not preferred, so only the preference of the others changes.
+    let terminating = with_local(&[]) + TERMINATING_SLICE;
+    mesh.manifests.write("mesh.yaml", &terminating);
     assert_eq!(next_marked(&mut stream).await, "+10.2.0.1:8080,10.2.0.2:8080");
     mesh.manifests.write("mesh.yaml", &with_local(&["10.1.0.1"]));
     assert_eq!(next_marked(&mut stream).await, "+10.2.0.1:8080?,10.2.0.2:8080?");

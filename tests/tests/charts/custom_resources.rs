@@ -500,6 +500,11 @@ async fn links_of_linkerds_commands_are_accepted_and_links_that_cannot_work_are_
         for spec in LINKERD_LINKS {
             let name = [("/spec/targetClusterName", json!("east"))];
             assert_stored(&server, &api_version, "Link", spec, &name).await;
+            // Each is a new Link: a server-side apply makes an empty selector that a later specification lacks null, which is invalid.
+            server
+                .kubectl(&["delete", "links.multicluster.linkerd.io", "--all"])
+                .await
+                .unwrap();
         }
         for (spec, expected) in INVALID_LINKS {
             let refusal = apply(&server, &api_version, "Link", spec).await.unwrap_err();
