@@ -17,7 +17,7 @@ use kube::{Client, ResourceExt as _};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
-use tracing::{debug, info, warn};
+use tracing::{info, warn};
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::metrics::{Counter, Gauge, Labels, Registry};
 use tulle_core::names::label;
@@ -35,7 +35,7 @@ use super::plan::inputs::{
 };
 use super::plan::{plan, plan_repairs};
 use super::probe_service::new_probe_service;
-use super::rejection_events::RejectionEvents;
+use super::rejection_events::{LocalRejections, RejectionEvents};
 use super::status::{self, LinkStatus};
 use super::writer::{WriteHistory, Writer};
 use crate::kubernetes::credentials_expiry::ExpiryReport;
@@ -540,6 +540,7 @@ impl Controller {
         };
         let selector = ExportSelector::new(members.selector.clone());
         let mut state = PlanState::default();
+        let mut rejections = LocalRejections::new(self.link_events.recorder(), &self.registry);
         let mut changes = local.watches.changes();
         loop {
             let mut retry_at = Instant::now() + self.config.refresh_period;
@@ -564,11 +565,7 @@ impl Controller {
                     source_versions: &state.writes.source_versions,
                 };
                 let planned = plan(&inputs);
-                for status in &planned.federated {
-                    if let Err(rejection) = &status.mirror {
-                        debug!(service = %status.exported, "not a member of a federated Service: {rejection}");
-                    }
-                }
+                rejections.report(&planned, &exporting);
                 retry_at = retry_at.min(
                     self.writer
                         .execute("local", &planned, &mut state.writes)

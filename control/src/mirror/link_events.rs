@@ -34,6 +34,11 @@ impl LinkEvents {
         (Self(recorder), publisher)
     }
 
+    /// The recorder, for Events on other objects of this cluster.
+    pub(super) fn recorder(&self) -> EventRecorder {
+        self.0.clone()
+    }
+
     /// Records a problem of a Link. The caller records it once, not at each retry.
     pub(super) fn record(&self, link: &DynamicObject, problem: LinkProblem, message: &str) {
         self.0.record_change(note(link, problem, message));

@@ -6,9 +6,10 @@
 //!
 //! RBAC in this cluster: `list`, `watch`, `create`, `update` and `delete` on `services` and `endpoints`, and `get` on `endpoints`;
 //! `list` and `watch` on `namespaces`, and `create` if namespaces are to be created; `list` and `watch` on `links`, at least in the
-//! namespace of the Link; in this namespace also `list` and `watch` on the Secret, `patch` on `links/status`, and `get`, `create` and
-//! `update` on `leases`. In the other cluster: `list` and `watch` on `services` and `endpointslices` (or `endpoints`), and `create`
-//! and `patch` on `events` of `events.k8s.io`.
+//! namespace of the Link; in this namespace also `list` and `watch` on the Secret, `patch` on `links/status`, `get`, `create` and
+//! `update` on `leases`, and `create` and `patch` on `events` of `events.k8s.io`. Events on Services of this cluster are in all
+//! namespaces. In the other cluster: `list` and `watch` on `services` and `endpointslices` (or `endpoints`), and `create` and `patch` on
+//! `events` of `events.k8s.io`.
 
 mod all_links;
 pub mod config;

@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 use tulle_core::drain::Watch;
 use tulle_core::error_chain::ErrorChain;
-use tulle_core::metrics::{Gauge, Registry};
+use tulle_core::metrics::{Gauge, Labels, Registry};
 use tulle_core::readiness::Readiness;
 
 use crate::cluster::remote_clusters::{AllClusters, RemoteCluster};
@@ -22,6 +22,7 @@ use crate::kubernetes::credentials_expiry::ExpiryReport;
 use crate::kubernetes::remote_credentials::{LinkedCluster, read_linked_cluster, secret_name};
 use crate::kubernetes::request_layer::RequestRate;
 use crate::kubernetes::watches::{SecretState, SecretWatch};
+use crate::resources::unserved;
 use crate::source::kubernetes::{RemoteConfig, SourceError, run_remote};
 
 pub(super) struct RemoteClusterWatch {
@@ -70,6 +71,8 @@ impl RemoteClusterWatch {
         let mut secret_watch = SecretWatch::new(self.client.clone(), namespace, &secret_name(&self.name));
         // The connection with the old credentials stays until one with the new credentials has listed all objects.
         let mut connection: Option<Connection> = None;
+        // Counts a Secret that gives no access, whose last valid version can still be in use.
+        let mut refused: Option<GaugeGuard> = None;
         loop {
             let state = secret_watch.state();
             match &state {
@@ -83,10 +86,14 @@ impl RemoteClusterWatch {
                     connection = tokio::select! {
                         () = secret_watch.changed_from(&state) => continue,
                         connected = self.connect(secret) => match connected {
-                            Ok(connected) => Some(connected),
+                            Ok(connected) => {
+                                drop(refused.take());
+                                Some(connected)
+                            }
                             Err(cause) => {
                                 let (cluster, secret) = (&self.name, secret.name_any());
                                 warn!(%cluster, secret, cause, "the Secret gives no access to the cluster; its last endpoints stay");
+                                refused = Some(self.count_refused(namespace, &secret));
                                 connection
                             }
                         },
@@ -101,6 +108,7 @@ impl RemoteClusterWatch {
                     continue;
                 }
                 SecretState::Absent => {
+                    drop(refused.take());
                     if connection.is_some() {
                         // A tool can replace the Secret by deleting and creating it.
                         tokio::select! {
@@ -129,6 +137,16 @@ impl RemoteClusterWatch {
             }
             secret_watch.changed_from(&state).await;
         }
+    }
+
+    /// Counts a Secret in the metric `unserved_configuration` until the guard is dropped.
+    fn count_refused(&self, namespace: &str, secret: &str) -> GaugeGuard {
+        let labels = Labels::new()
+            .with("kind", "Secret")
+            .with("namespace", namespace)
+            .with("name", secret)
+            .with("field", "credentials");
+        GaugeGuard::new(unserved::metric_family(&self.registry).get(&labels))
     }
 
     fn set_state(&self, state: RemoteCluster) {
@@ -247,7 +265,6 @@ mod tests {
     use tokio::sync::mpsc;
     use tulle_core::drain;
     use tulle_core::log_capture::LogCapture;
-    use tulle_core::metrics::Labels;
 
     use super::*;
     use crate::cluster::Config;
@@ -363,6 +380,8 @@ mod tests {
             let refused = log.lines_with("the Secret gives no access to the cluster");
             assert_eq!(refused.len(), n + 1, "{path}: {refused:#?}");
             assert!(refused[n].contains(reason), "{reason}: {}", refused[n]);
+            let counted = unserved::counted_parts(&registry);
+            assert_eq!(counted, ["cluster-credentials-east credentials"], "{path}");
         }
         assert_eq!(n_listed.get(), 0);
         assert!(matches!(clusters.remote.get("east"), RemoteCluster::Pending { .. }));

@@ -127,7 +127,8 @@ const ACCESS: &[AccessRow] = &[
         "east",
         &[],
     ),
-    (LOCAL_MIRROR, "events.events.k8s.io", NAMESPACE, "", &[]),
+    (LOCAL_MIRROR, "events.events.k8s.io", "shop", "", RECORD),
+    (LOCAL_MIRROR, "events", "shop", "", &[]),
     (
         LOCAL_MIRROR,
         "leases.coordination.k8s.io",

@@ -15,7 +15,7 @@ const LOCAL_MIRROR: &str = "linkerd-local-service-mirror";
 
 /// Grants that the earlier steps can leave unused. Those of the account for other clusters are not compared: Linkerd's service mirror
 /// and destination service use more of them than those of tulle.
-const ALLOWED_UNUSED_GRANTS: [UnusedGrant; 6] = [
+const ALLOWED_UNUSED_GRANTS: [UnusedGrant; 8] = [
     UnusedGrant {
         account: SERVICE_MIRROR,
         verb: "get",
@@ -51,6 +51,18 @@ const ALLOWED_UNUSED_GRANTS: [UnusedGrant; 6] = [
         verb: "delete",
         resource: "services",
         why: "the federated Service keeps its members",
+    },
+    UnusedGrant {
+        account: LOCAL_MIRROR,
+        verb: "create",
+        resource: "events",
+        why: "only if a Service cannot join its federated Service",
+    },
+    UnusedGrant {
+        account: LOCAL_MIRROR,
+        verb: "patch",
+        resource: "events",
+        why: "only if the same cause ends and comes back soon",
     },
 ];
 

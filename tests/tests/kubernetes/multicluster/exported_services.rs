@@ -140,7 +140,7 @@ async fn check_mirrors(west: &ApiServer, east: &ApiServer, taken_version: &Optio
 }
 
 /// Waits for an Event on an exported Service that contains this text.
-async fn wait_for_event(server: &ApiServer, namespace: &str, service: &str, text: &str) {
+pub(super) async fn wait_for_event(server: &ApiServer, namespace: &str, service: &str, text: &str) {
     let events = Api::<Event>::namespaced(server.client(), namespace);
     eventually(&format!("an Event on {namespace}/{service}"), async || {
         let found = events.list(&ListParams::default()).await.unwrap();

@@ -1,6 +1,7 @@
 //! Several Links, with a service mirror for each, and then with one for all.
 
 use super::all_links::check_all_links;
+use super::exported_services::wait_for_event;
 use super::*;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -48,6 +49,7 @@ async fn services_of_several_clusters_join_and_leave_a_federated_service() {
     }
     apply(&west, &service("web", &json!({}))).await;
     wait_for("", &all).await;
+    check_rejected_local_member(&west, &this).await;
 
     // A member that leaves while its controller does not run is removed when the controller runs again.
     for name in ["east", "north"] {
@@ -74,4 +76,27 @@ async fn services_of_several_clusters_join_and_leave_a_federated_service() {
         mirror.end().await;
     }
     Box::pin(check_all_links(&west, &other)).await;
+}
+
+/// A Service of this cluster that cannot join a federated Service has an Event with the cause, and is counted while it has the label.
+async fn check_rejected_local_member(west: &ApiServer, this: &Mirror) {
+    let headless = |labels: Value| {
+        let mut headless = service("headless", &labels);
+        headless["spec"]["clusterIP"] = json!("None");
+        headless
+    };
+    apply(west, &headless(json!({"mirror.linkerd.io/federated": "member"}))).await;
+    wait_for_event(west, "shop", "headless", "a headless Service cannot join").await;
+    let n_counted = || {
+        let labels = "kind=\"Service\",namespace=\"shop\",name=\"headless\",field=\"metadata.labels\"";
+        this.metric(&format!("unserved_configuration{{{labels}}}"))
+    };
+    assert_eq!(n_counted(), Some(1.0));
+    apply(west, &headless(json!({}))).await;
+    eventually("the Service is not counted any more", async || {
+        (n_counted().unwrap_or_default() == 0.0).then_some(())
+    })
+    .await;
+    let federated = services(west.client()).get_opt("headless-federated").await.unwrap();
+    assert!(federated.is_none());
 }
