@@ -2,7 +2,7 @@
 //! complete a TLS handshake.
 
 use std::io::Write;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -222,7 +222,6 @@ impl Drop for ByteSender {
 /// An address of an attacker, in the address family of the target.
 fn source(addr: SocketAddr, n: u8) -> IpAddr {
     match addr.ip() {
-        ip if ip.is_loopback() => Ipv4Addr::new(127, 78, 1, n + 1).into(),
         IpAddr::V4(_) => super::testbed::attacker_addr(n).into(),
         IpAddr::V6(_) => super::testbed::v6(super::testbed::attacker_addr(n)).into(),
     }

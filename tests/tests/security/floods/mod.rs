@@ -164,7 +164,7 @@ impl FloodCase<'_, '_> {
             n,
         } = self;
         let mut failures = Vec::new();
-        let flood_name = format!("{} of {n} {behaviour:?} from {from:?}", port.name);
+        let flood_name = format!("{} at {} of {n} {behaviour:?} from {from:?}", port.name, port.addr);
         let held: Vec<_> = port
             .held
             .iter()

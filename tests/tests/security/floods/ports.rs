@@ -12,6 +12,7 @@ use super::testbed::{self, CONTROL, SERVER, Testbed, v6};
 use super::tls_attackers::{self, TlsAttack, TlsBehaviour};
 
 /// One port: the target of the flood, and the well-behaved clients.
+#[derive(Clone)]
 pub(crate) struct FloodedPort<'a> {
     pub(crate) name: &'static str,
     pub(crate) addr: SocketAddr,
@@ -46,6 +47,9 @@ impl<'a> FloodedPort<'a> {
 }
 
 /// The ports of the sidecar of the server.
+///
+/// The port for explicit proxying is not flooded. By default there is none, and it listens on loopback only, so all its clients are
+/// in the pod. They can use the outbound port as well, with which it shares the connection limit and the memory.
 pub(crate) fn ports_of_the_sidecar(testbed: &Testbed) -> Vec<FloodedPort<'_>> {
     let client = &testbed.client;
     let at = |port: u16| SocketAddr::from((SERVER, port));
@@ -152,7 +156,10 @@ pub(crate) fn ports_of_the_control_plane(testbed: &Testbed) -> Vec<FloodedPort<'
         }
     };
     let admin = |name, serial_group, addr| FloodedPort::new(name, serial_group, addr, probes(testbed, addr));
-    let telemetry = WellBehavedClient::http(&testbed.control, ([127, 0, 0, 1], 8089).into(), "/", 404);
+    let telemetry = |name, addr| {
+        let client = WellBehavedClient::http(&testbed.control, ([127, 0, 0, 1], 8089).into(), "/", 404);
+        FloodedPort::new(name, "telemetry", addr, vec![client])
+    };
     vec![
         identity_port("8080, identity", at(8080)),
         from_two_hundred_addresses(identity_port("8080, by IPv6", at6(8080))),
@@ -164,13 +171,14 @@ pub(crate) fn ports_of_the_control_plane(testbed: &Testbed) -> Vec<FloodedPort<'
         from_two_hundred_addresses(admin("9990, by IPv6", "9990", at6(9990))),
         admin("9996, admin of destination", "destination", at(9996)),
         from_two_hundred_addresses(admin("9996, by IPv6", "destination", at6(9996))),
-        FloodedPort::new("8089, telemetry", "telemetry", at(8089), vec![telemetry]),
+        telemetry("8089, telemetry", at(8089)),
+        from_two_hundred_addresses(telemetry("8089, by IPv6", at6(8089))),
     ]
 }
 
 /// The port, flooded only from two hundred addresses. This is sufficient for IPv6, because the address family only changes which
 /// addresses count as one network.
-fn from_two_hundred_addresses(port: FloodedPort<'_>) -> FloodedPort<'_> {
+pub(crate) fn from_two_hundred_addresses(port: FloodedPort<'_>) -> FloodedPort<'_> {
     FloodedPort {
         sources: &[Sources::TwoHundred],
         ..port

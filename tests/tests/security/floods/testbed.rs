@@ -71,22 +71,9 @@ impl Testbed {
         fs::write(dir.path().join("manifests/mesh.yaml"), MESH).unwrap();
         netns::remove_stale(NAMESPACE_PREFIX).unwrap();
         let mut virtual_network = VirtualNetwork::new(NAMESPACE_PREFIX).unwrap();
-        let hosts = [
-            ("control", CONTROL),
-            ("server", SERVER),
-            ("client", CLIENT),
-            ("attackers", attacker_addr(0)),
-        ];
-        let [control, server, client, attackers] = hosts.map(|(name, ip)| {
-            virtual_network
-                .add_host(name, &format!("{ip}/16"), Some(&format!("{}/64", v6(ip))))
-                .unwrap()
-        });
-        let others: String = (1..200)
-            .map(attacker_addr)
-            .map(|ip| format!("addr add {ip}/16 dev eth0\naddr add {}/64 dev eth0 nodad\n", v6(ip)))
-            .collect();
-        attackers.ip(&others).unwrap();
+        let hosts = [("control", CONTROL), ("server", SERVER), ("client", CLIENT)];
+        let [control, server, client] = hosts.map(|(name, ip)| add_host(&mut virtual_network, name, ip));
+        let attackers = add_attackers(&mut virtual_network);
         let applications = [&server, &client].map(|host| start_application(host, dir.path()));
         let control_plane = control_plane(&control, &credentials, dir.path());
         redirect(&server);
@@ -166,6 +153,23 @@ impl Testbed {
     pub(crate) fn client_config(&self) -> Arc<ClientConfig> {
         Arc::new(insecure_tls::config(Some(&self.leaf)))
     }
+}
+
+/// Adds a host with an address of each family.
+pub(crate) fn add_host(network: &mut VirtualNetwork, name: &str, ip: Ipv4Addr) -> Arc<Namespace> {
+    let (ip4, ip6) = (format!("{ip}/16"), format!("{}/64", v6(ip)));
+    network.add_host(name, &ip4, Some(&ip6)).unwrap()
+}
+
+/// Adds the host of the attackers, with all their addresses.
+pub(crate) fn add_attackers(network: &mut VirtualNetwork) -> Arc<Namespace> {
+    let attackers = add_host(network, "attackers", attacker_addr(0));
+    let others: String = (1..200)
+        .map(attacker_addr)
+        .map(|ip| format!("addr add {ip}/16 dev eth0\naddr add {}/64 dev eth0 nodad\n", v6(ip)))
+        .collect();
+    attackers.ip(&others).unwrap();
+    attackers
 }
 
 /// The same attack on the proxy's own inbound port, with a transport header.

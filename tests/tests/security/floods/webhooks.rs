@@ -1,7 +1,7 @@
-//! Floods of the webhooks and of telemetry, with a real API server. Attackers use loopback addresses.
+//! Floods of the webhooks, of telemetry and of the service mirror's admin port, with a real API server. All processes run on one
+//! host of a bridge, and the attackers on another.
 
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
@@ -11,12 +11,13 @@ use serde_json::json;
 use tulle_bench::run::process::Process;
 use tulle_control::tls::mesh_credentials::LeafWithKey;
 use tulle_control::trust;
+use tulle_core::netns::{self, Namespace, VirtualNetwork};
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 use tulle_tests::programs::built_binary;
 
 use super::clients::WellBehavedClient;
-use super::ports::{FloodedPort, prepend};
+use super::ports::{FloodedPort, from_two_hundred_addresses, prepend};
 use super::reviews::ReviewRequest;
 use super::tls_attackers::{self, TlsAttack};
 use super::{flood_cases, insecure_tls, raise_open_file_limit, run, testbed};
@@ -27,6 +28,15 @@ fn webhooks_and_telemetry_answer_during_floods() {
         return;
     }
     raise_open_file_limit();
+    netns::remove_stale(NAMESPACE_PREFIX).unwrap();
+    let mut network = VirtualNetwork::new(NAMESPACE_PREFIX).unwrap();
+    let host = testbed::add_host(&mut network, "services", HOST);
+    let attackers = testbed::add_attackers(&mut network);
+    // The processes and the well-behaved clients are started inside, so they are in this network namespace.
+    host.run(|| flood_services(&attackers)).unwrap();
+}
+
+fn flood_services(attackers: &Namespace) {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let server = runtime.block_on(start_api_server());
     let processes = start_services(&server);
@@ -46,10 +56,22 @@ fn webhooks_and_telemetry_answer_during_floods() {
         telemetry_client.exchange().await.ok()
     }));
     let ports = flooded_ports(telemetry_client);
+    let ports_by_ipv6: Vec<_> = ports.iter().map(by_ipv6).collect();
     let floods = ports
         .iter()
         .flat_map(|port| flood_cases(port, port.name == "8443, injector"));
-    run(floods.collect(), &processes.each_ref(), |flood| flood());
+    let floods = floods.chain(ports_by_ipv6.iter().flat_map(|port| flood_cases(port, false)));
+    run(floods.collect(), &processes.each_ref(), |flood| {
+        attackers.run(flood).unwrap()
+    });
+}
+
+/// The same port by IPv6.
+fn by_ipv6<'a>(port: &FloodedPort<'a>) -> FloodedPort<'a> {
+    from_two_hundred_addresses(FloodedPort {
+        addr: (testbed::v6(HOST), port.addr.port()).into(),
+        ..port.clone()
+    })
 }
 
 /// Starts an API server with the namespaces and the configurations that the services need.
@@ -69,10 +91,11 @@ async fn start_api_server() -> ApiServer {
 }
 
 /// The ports of the services, with their clients.
-fn flooded_ports(telemetry_client: WellBehavedClient<'_>) -> [FloodedPort<'_>; 6] {
+fn flooded_ports(telemetry_client: WellBehavedClient<'_>) -> [FloodedPort<'_>; 7] {
+    let flooded = |port: u16| SocketAddr::from((HOST, port));
     let review = |service: &Service, review| WellBehavedClient::review(loopback(service.port), review);
-    let probes = |service: &Service| {
-        let get = |path| WellBehavedClient::http_in_current_namespace(loopback(service.admin), path, 200);
+    let probes = |port: u16| {
+        let get = |path| WellBehavedClient::http_in_current_namespace(loopback(port), path, 200);
         vec![get("/live"), get("/ready"), get("/metrics")]
     };
     let attack = TlsAttack {
@@ -86,11 +109,9 @@ fn flooded_ports(telemetry_client: WellBehavedClient<'_>) -> [FloodedPort<'_>; 6
     };
     let in_tls = |name, serial_group, service: &Service, clients| FloodedPort {
         tls: vec![attack.clone()],
-        ..FloodedPort::new(name, serial_group, loopback(service.port), clients)
+        ..FloodedPort::new(name, serial_group, flooded(service.port), clients)
     };
-    let admin = |name, serial_group, service: &Service| {
-        FloodedPort::new(name, serial_group, loopback(service.admin), probes(service))
-    };
+    let admin = |name, serial_group, port: u16| FloodedPort::new(name, serial_group, flooded(port), probes(port));
     [
         in_tls(
             "8443, injector",
@@ -98,7 +119,7 @@ fn flooded_ports(telemetry_client: WellBehavedClient<'_>) -> [FloodedPort<'_>; 6
             &INJECTOR,
             prepend(
                 review(&INJECTOR, ReviewRequest::Injection),
-                probes(&INJECTOR)[..2].to_vec(),
+                probes(INJECTOR.admin)[..2].to_vec(),
             ),
         ),
         in_tls(
@@ -114,8 +135,9 @@ fn flooded_ports(telemetry_client: WellBehavedClient<'_>) -> [FloodedPort<'_>; 6
             vec![review(&POLICIES, ReviewRequest::Policy)],
         ),
         in_tls("8089, telemetry", "telemetry", &TELEMETRY, vec![telemetry_client]),
-        admin("9995, admin of the injector", "injector", &INJECTOR),
-        admin("9997, admin of the sp-validator", "9997", &PROFILES),
+        admin("9995, admin of the injector", "injector", INJECTOR.admin),
+        admin("9997, admin of the sp-validator", "9997", PROFILES.admin),
+        admin("9999, admin of the service mirror", "9999", MIRROR_ADMIN),
     ]
 }
 
@@ -167,26 +189,18 @@ fn webhook_configurations() -> String {
 }
 
 /// The services as the chart starts them, with the ports of this test.
-fn start_services(server: &ApiServer) -> [Process; 4] {
+fn start_services(server: &ApiServer) -> [Process; 5] {
     let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
     let at = |name: &str| server.dir().join(name);
     std::fs::write(at("anchors.pem"), anchor.certificate).unwrap();
     std::fs::write(at("values.yaml"), VALUES).unwrap();
-    SERVICES.map(|service| {
-        let mut command = Command::new("unshare");
-        testbed::add_limits(&mut command, server.dir(), MAX_OPEN_FILES);
-        command.arg(built_binary("tulle-control").unwrap());
-        command.arg(service.name);
+    let [injector, profiles, policies, telemetry] = SERVICES.map(|service| {
+        let mut command = service_command(server, service.name);
         for (flag, port) in [(service.addr_flag, service.port), (service.admin_flag, service.admin)] {
-            command.arg(flag).arg(format!("127.0.0.1:{port}"));
+            command.arg(flag).arg(format!(":{port}"));
         }
         command.args(["-linkerd-namespace", "linkerd"]);
-        for (flag, path) in [
-            ("-kubeconfig", &*server.kubeconfig()),
-            ("-trust-anchors", &at("anchors.pem")),
-        ] {
-            command.arg(flag).arg::<&Path>(path);
-        }
+        command.arg("-trust-anchors").arg(at("anchors.pem"));
         if service.webhook.is_some() {
             command.arg("-values").arg(at("values.yaml"));
         }
@@ -196,7 +210,27 @@ fn start_services(server: &ApiServer) -> [Process; 4] {
         let mut process = Process::start(service.name, command, server.dir()).unwrap();
         process.wait_for_ports(&[service.port, service.admin]).unwrap();
         process
-    })
+    });
+    [injector, profiles, policies, telemetry, start_service_mirror(server)]
+}
+
+/// The service mirror, which listens on an admin port only.
+fn start_service_mirror(server: &ApiServer) -> Process {
+    let name = "service-mirror";
+    let mut command = service_command(server, name);
+    command.args(["-local-mirror", "-namespace", "linkerd", "-metrics-addr"]);
+    command.arg(format!(":{MIRROR_ADMIN}"));
+    let mut process = Process::start(name, command, server.dir()).unwrap();
+    process.wait_for_ports(&[MIRROR_ADMIN]).unwrap();
+    process
+}
+
+fn service_command(server: &ApiServer, service: &str) -> Command {
+    let mut command = Command::new("unshare");
+    testbed::add_limits(&mut command, server.dir(), MAX_OPEN_FILES);
+    command.arg(built_binary("tulle-control").unwrap()).arg(service);
+    command.arg("-kubeconfig").arg(server.kubeconfig());
+    command
 }
 
 /// The client certificate of the API server for aggregated APIs.
@@ -244,6 +278,10 @@ const TELEMETRY: Service = Service {
     admin: 29991,
     webhook: None,
 };
+const MIRROR_ADMIN: u16 = 29999;
+/// The host of the services.
+const HOST: Ipv4Addr = Ipv4Addr::new(10, 78, 0, 50);
+const NAMESPACE_PREFIX: &str = "fw-";
 /// Maximum open files. The connection limit of a webhook is a twentieth of them, 300: fewer than the 400 that most floods open,
 /// and more than the 200 addresses of attackers.
 const MAX_OPEN_FILES: usize = 6_000;
