@@ -6,7 +6,7 @@ use super::testbed::{OUTSIDE, identity, v6};
 /// The workload and the objects that policies refer to, without the policies of ports.
 pub(super) fn workload() -> String {
     let (server, client) = (identity("server"), identity("client"));
-    let network = format!("[{{cidr: {OUTSIDE}/32}}, {{cidr: \"{}/128\"}}]", v6(OUTSIDE));
+    let network = client_networks();
     format!(
         "\
 apiVersion: workload.linkerd.io/v1beta1
@@ -58,6 +58,8 @@ spec:
         Policy::Server => server("unknown", ""),
         Policy::Deny => denying("unknown"),
         Policy::Audit => server("unknown", "  accessPolicy: audit\n"),
+        Policy::ClusterAuthenticated => server("unknown", "  accessPolicy: cluster-authenticated\n"),
+        Policy::ClusterUnauthenticated => server("unknown", "  accessPolicy: cluster-unauthenticated\n"),
         Policy::ServerAuthorization => denying("unknown") + &server_authorization(&name),
         Policy::ByIdentity => denying("unknown") + &authorization(&name, "Server", "MeshTLSAuthentication", "client"),
         Policy::ByNetwork => denying("unknown") + &authorization(&name, "Server", "NetworkAuthentication", "network"),
@@ -73,7 +75,12 @@ spec:
             denying("gRPC") + &grpc_route(&name) + &authorization
         }
         Policy::OtherRoute => open("unknown") + &http_route(&name, "/other"),
-        Policy::RateLimit => open("unknown") + &rate_limit(&name),
+        Policy::RateLimit => open("unknown") + &rate_limit(&name, "total: {requestsPerSecond: 1}"),
+        Policy::IdentityRateLimit => {
+            let client = "{requestsPerSecond: 1000, clientRefs: [{kind: ServiceAccount, name: client}]}";
+            let limits = format!("identity: {{requestsPerSecond: 1}}\n  overrides: [{client}]");
+            open("unknown") + &rate_limit(&name, &limits)
+        }
         Policy::Http1 => open("HTTP/1"),
         Policy::Http2 => open("HTTP/2"),
         Policy::Opaque => denying("opaque") + &authorization(&name, "Server", "MeshTLSAuthentication", "client"),
@@ -81,8 +88,9 @@ spec:
     }
 }
 
+/// Without networks, it would permit only clients in those of the cluster.
 fn server_authorization(server: &str) -> String {
-    let client = identity("client");
+    let (client, networks) = (identity("client"), client_networks());
     format!(
         "\
 apiVersion: policy.linkerd.io/v1beta1
@@ -90,10 +98,15 @@ kind: ServerAuthorization
 metadata: {{name: {server}, namespace: shop}}
 spec:
   server: {{name: {server}}}
-  client: {{meshTLS: {{identities: [{client}]}}}}
+  client: {{networks: {networks}, meshTLS: {{identities: [{client}]}}}}
 ---
 "
     )
+}
+
+/// The addresses of the client of inbound cells.
+fn client_networks() -> String {
+    format!("[{{cidr: {OUTSIDE}/32}}, {{cidr: \"{}/128\"}}]", v6(OUTSIDE))
 }
 
 /// Permits the clients of an authentication to use the Server or route of this name.
@@ -143,7 +156,7 @@ spec:
     )
 }
 
-fn rate_limit(server: &str) -> String {
+fn rate_limit(server: &str, limits: &str) -> String {
     format!(
         "\
 apiVersion: policy.linkerd.io/v1alpha1
@@ -151,7 +164,7 @@ kind: HTTPLocalRateLimitPolicy
 metadata: {{name: {server}, namespace: shop}}
 spec:
   targetRef: {{group: policy.linkerd.io, kind: Server, name: {server}}}
-  total: {{requestsPerSecond: 1}}
+  {limits}
 ---
 "
     )

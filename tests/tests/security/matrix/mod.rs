@@ -104,15 +104,6 @@ fn without_ipv6_redirect_rules_no_ipv6_reaches_the_application() {
         listeners,
     } = run;
     testbed::start_control_plane_first(&mut testbed);
-    // Packets are dropped before the proxy, so policy and protocol do not matter: one cell of each kind is tried.
-    cells.retain(|cell_at_port| {
-        let cell = &cell_at_port.cell;
-        let policies = [Policy::Audit, Policy::Deny, Policy::Opaque];
-        let identities = [Identity::Absent, Identity::Permitted];
-        policies.contains(&cell.policy)
-            && identities.contains(&cell.identity)
-            && [InputKind::Http1, InputKind::RawBytes].contains(&cell.sent.kind)
-    });
     let expected = |cell: &Cell| match cell.family {
         Family::V4 => cell.expected(),
         Family::V6 => Expected::Dropped,
@@ -161,7 +152,7 @@ impl PreparedRun {
             return None;
         }
         let mut cells = Vec::new();
-        for cell in states.iter().flat_map(|state| table::cells(*state)) {
+        for cell in states.iter().flat_map(|state| table::cells(*state, ipv6)) {
             let index = Policy::ALL.iter().position(|policy| *policy == cell.policy);
             let index = u16::try_from(index.expect("the cell is in the table")).unwrap();
             let port = match (cell.state.is_requested_before(), cell.state.is_first()) {
@@ -223,29 +214,54 @@ async fn find_mismatches(cells: &[CellAtPort], client: &Client, received_tokens:
         let _permit = permits.acquire().await.unwrap();
         cell_at_port.mismatch(n, client, received_tokens).await
     });
-    join_all(results).await.into_iter().flatten().collect()
+    let mut mismatches: Vec<_> = join_all(results).await.into_iter().flatten().collect();
+    mismatches.extend(find_limits_without_permitted_request(cells, received_tokens));
+    mismatches
+}
+
+/// A rate limit permits requests until it is reached, so one request under each limit must have reached the application.
+fn find_limits_without_permitted_request(cells: &[CellAtPort], received_tokens: &ReceivedTokens) -> Vec<String> {
+    let mut has_permitted = BTreeMap::new();
+    for (n, cell_at_port) in cells.iter().enumerate() {
+        let Some(limit) = cell_at_port.limit() else { continue };
+        let is_permitted = |n_try| received_tokens.contains(&token(n, n_try));
+        *has_permitted.entry(limit).or_insert(false) |= (0..MAX_REQUESTS_BEFORE_LIMIT).any(is_permitted);
+    }
+    let without = has_permitted.into_iter().filter(|(_, has_permitted)| !has_permitted);
+    without
+        .map(|((port, identity), _)| format!("port {port}, identity {identity:?}: the rate limit permitted no request"))
+        .collect()
+}
+
+/// The token of a request of a cell.
+fn token(n_cell: usize, n_try: usize) -> String {
+    format!("token-{n_cell}-{n_try}")
 }
 
 impl CellAtPort {
+    /// The rate limit that refuses the cell's last request, as its port, and the identity if each has a limit of its own. Clients
+    /// without an identity share a limit.
+    fn limit(&self) -> Option<(u16, Option<Identity>)> {
+        let is_limited = matches!(self.expected, Expected::Refused(refusal) if refusal.cause == Cause::Limited);
+        let Cell { policy, identity, .. } = self.cell;
+        let has_own = policy == Policy::IdentityRateLimit && identity.has_valid_certificate();
+        is_limited.then(|| (self.port, has_own.then_some(identity)))
+    }
+
     /// Tries the cell and returns what was wrong.
     async fn mismatch(&self, n: usize, client: &Client, received_tokens: &ReceivedTokens) -> Option<String> {
         let Cell {
             sent,
             identity,
             family,
-            policy,
             ..
         } = self.cell;
         let to = SocketAddr::new(family.server(), self.port);
         // The rate limit lets the first requests pass.
-        let n_tries = if policy == Policy::RateLimit {
-            MAX_REQUESTS_BEFORE_LIMIT
-        } else {
-            1
-        };
+        let n_tries = self.limit().map_or(1, |_| MAX_REQUESTS_BEFORE_LIMIT);
         let mut result = (Observed::Timeout, false);
         for n_try in 0..n_tries {
-            let token = format!("token-{n}-{n_try}");
+            let token = token(n, n_try);
             let observed = client.send(sent, identity, to, &token).await;
             result = (observed, received_tokens.contains(&token));
             if result.0 != Observed::Application {

@@ -188,7 +188,7 @@ impl Testbed {
         // The servers of these services get their certificate from an identity service in the same process.
         command.args(["identity", "destination", "policy", "--identity-addr", "127.0.0.1:8079"]);
         command.arg("--manifests").arg(self.dir.path().join(manifests));
-        command.args(["--cluster-networks", NETWORKS, "--default-policy", "all-authenticated"]);
+        command.args(["--cluster-networks", CLUSTER_NETWORKS, "--default-policy", "all-authenticated"]);
         let mut control = self.start("control-plane", command);
         control
             .wait_for_ports(&[port::DESTINATION, port::POLICY, CONTROL_ADMIN])
@@ -318,7 +318,10 @@ fn redirect(host: &Namespace, ipv6: Ipv6Rules) {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// The networks of which the sidecar requests profiles.
 const NETWORKS: &str = "10.0.0.0/8,fd00::/8";
+/// The networks of the cluster. They contain the hosts' IPv4 addresses, and not their IPv6 addresses.
+const CLUSTER_NETWORKS: &str = "10.0.0.0/8,fd00::/16";
 const CONTROL_ADMIN: u16 = 9990;
 /// The user id of the proxy, whose traffic is not redirected.
 const PROXY_UID: u32 = 2102;
