@@ -1,7 +1,7 @@
 //! A gateway: forwards requests to services that clients name in the transport header. The outbound side sends them, as if the
 //! local application had sent them.
 
-use std::sync::Arc;
+use std::{pin::Pin, sync::Arc};
 
 use http::{Request, Response};
 use tulle_core::addr::{ClientAddr, NameAddr};
@@ -57,5 +57,9 @@ impl Gateway for OutboundGateway {
             self.check_suffix(name)?;
             self.outbound.connect_to_service(name).await
         })
+    }
+
+    fn wait_not_exported<'a>(&'a self, name: &'a NameAddr) -> Pin<Box<dyn Future<Output = ()> + Send + 'a>> {
+        Box::pin(self.outbound.wait_not_exported(name))
     }
 }

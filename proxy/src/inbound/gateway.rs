@@ -27,6 +27,9 @@ pub(crate) trait Gateway: Send + Sync {
     /// # Errors
     /// The gateway does not serve the name, the service does not exist, or it cannot be reached.
     fn connect<'a>(&'a self, name: &'a NameAddr) -> GatewayFuture<'a, Io>;
+
+    /// Waits until a service, to which a connection or tunnel is open, is not exported any more.
+    fn wait_not_exported<'a>(&'a self, name: &'a NameAddr) -> Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
 }
 
 pub(crate) type GatewayFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, Error>> + Send + 'a>>;

@@ -74,6 +74,9 @@ pub(crate) enum Denied {
     /// The trust anchors were replaced since the client connected.
     #[error("the trust anchors do not verify the client's certificate any more")]
     CertificateUntrusted,
+    /// The Service behind this gateway was exported when the connection or tunnel was opened.
+    #[error("the Service is not exported any more")]
+    NotExported,
 }
 
 impl Denied {
@@ -88,6 +91,7 @@ impl Denied {
             Self::TunnelRequest => "tunnel-request",
             Self::CertificateExpired => "certificate-expired",
             Self::CertificateUntrusted => "certificate-untrusted",
+            Self::NotExported => "not-exported",
         }
     }
 
@@ -96,6 +100,7 @@ impl Denied {
         match self {
             Self::CertificateExpired => "tls-expired",
             Self::CertificateUntrusted => "tls-untrusted",
+            Self::NotExported => "gateway-not-exported",
             _ => "policy-denied",
         }
     }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use futures_util::{SinkExt as _, StreamExt as _};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
+use tokio_tungstenite::client_async;
 use tokio_tungstenite::tungstenite::Message;
 use tulle_proto::destination::{
     AuthorityOverride, ProtocolHint, TlsIdentity, WeightedAddr, protocol_hint, tls_identity,
@@ -262,16 +263,18 @@ fn a_gateway_does_not_forward_to_ports_of_its_own_workload() {
     );
 }
 
+/// Variables of a gateway that serves the Services with the label `exported`.
+const OF_EXPORTED_SERVICES: [(&str, &str); 3] = [
+    ("INBOUND_GATEWAY_SUFFIXES", "svc.cluster.local."),
+    ("POLICY_WORKLOAD", WITH_SELECTOR),
+    ("DESTINATION_CONTEXT", WITH_SELECTOR),
+];
+const WITH_SELECTOR: &str = r#"{"ns":"shop", "pod":"web", "exportedServices":"exported"}"#;
+
 #[test]
 fn a_gateway_with_a_selector_forwards_only_to_exported_services() {
-    let gateway = r#"{"ns":"shop", "pod":"web", "exportedServices":"exported"}"#;
-    let variables = [
-        ("INBOUND_GATEWAY_SUFFIXES", "svc.cluster.local."),
-        ("POLICY_WORKLOAD", gateway),
-        ("DESTINATION_CONTEXT", gateway),
-    ];
     run_with_gateway_env(
-        &variables,
+        &OF_EXPORTED_SERVICES,
         async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
             apps::start_echo(mesh, "other").await;
             let name = |port: u16| format!("other.shop.svc.cluster.local:{port}");
@@ -302,7 +305,16 @@ fn a_gateway_with_a_selector_forwards_only_to_exported_services() {
                 echoed(mesh.dial("client", at(4)).await, b"hello").await
             })
             .await;
+            let (mut open, mut back) = (mesh.dial("client", at(4)).await, [0_u8; 5]);
+            open.write_all(b"hello").await.unwrap();
+            open.read_exact(&mut back).await.unwrap();
             mesh.write("service-other", &unlabelled);
+            let end = tokio::time::timeout(Duration::from_secs(5), open.read(&mut back)).await;
+            let end = end.expect("open connections for bytes are closed");
+            assert!(!matches!(end, Ok(1..)), "{end:?}");
+            let closed = ["reason=\"not-exported\""];
+            mesh.wait_for_metric_at_least("web", "tulle_inbound_denied_total", &closed, 1.)
+                .await;
             policies.set_destination_policy(Ok(http()));
             eventually("requests are refused again", async || {
                 let answer = mesh.get("client", at(5), "/").await;
@@ -311,6 +323,58 @@ fn a_gateway_with_a_selector_forwards_only_to_exported_services() {
             .await;
         },
     );
+}
+
+#[test]
+fn open_tunnels_through_a_gateway_are_closed_when_their_service_is_exported_no_longer() {
+    run_with_gateway_env(
+        &OF_EXPORTED_SERVICES,
+        async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
+            let _app = websocket::server(mesh, "other", websocket::echo).await;
+            let unlabelled = mesh.manifest("service-other");
+            let labelled = unlabelled.replace("metadata:\n", "metadata:\n  labels: {exported: \"true\"}\n");
+            mesh.write("service-other", &labelled);
+            let mut tunnels = Vec::new();
+            // Each protocol uses its own destination, so that it need not wait for a policy change.
+            for (n, endpoint) in (1..).zip(over_both_protocols(to_proxy)) {
+                policies.set_destination_policy(Ok(http1(rule(forward(endpoint)))));
+                let dst = SocketAddr::from(([10, 66, 7, n], HTTP));
+                let (mut tunnel, _) = eventually("a tunnel through the gateway", async || {
+                    let stream = mesh.dial("client", dst).await;
+                    client_async("ws://web.test/", stream).await.ok()
+                })
+                .await;
+                tunnel.send(Message::text("hello")).await.unwrap();
+                let echoed = tunnel.next().await.expect("the tunnel is open");
+                assert_eq!(echoed.unwrap(), Message::text("hello"));
+                tunnels.push(tunnel);
+            }
+            mesh.write("service-other", &unlabelled);
+            for mut tunnel in tunnels {
+                let next = tokio::time::timeout(Duration::from_secs(5), tunnel.next());
+                // The client's proxy may end it in order or by a reset.
+                let next = next.await.expect("the tunnel is closed");
+                assert!(!matches!(next, Some(Ok(_))), "{next:?}");
+            }
+            let closed = ["reason=\"not-exported\""];
+            mesh.wait_for_metric_at_least("web", "tulle_inbound_denied_total", &closed, 2.)
+                .await;
+        },
+    );
+}
+
+/// The endpoint for requests to `other` through the gateway, over HTTP/1 and over HTTP/2. A tunnel to the gateway is a whole HTTP/1
+/// connection, or a stream of an HTTP/2 connection (extended CONNECT).
+fn over_both_protocols(to_proxy: WeightedAddr) -> [WeightedAddr; 2] {
+    let over_http2 = with_authority(to_proxy, &format!("other.shop.svc.cluster.local:{HTTP}"));
+    let over_http1 = WeightedAddr {
+        protocol_hint: Some(ProtocolHint {
+            protocol: None,
+            opaque_transport: Some(protocol_hint::OpaqueTransport { inbound_port: 4143 }),
+        }),
+        ..over_http2.clone()
+    };
+    [over_http1, over_http2]
 }
 
 /// The policy of the gateway `web`: it permits only this identity, and only from this network.
@@ -422,15 +486,7 @@ fn assert_tunnels_are_closed_by(changed_policy: &str, reason: &str) {
         "svc.cluster.local.",
         async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
             let _app = websocket::server(mesh, "other", websocket::echo).await;
-            // The tunnel to the gateway is a stream of an HTTP/2 connection (extended CONNECT), or a whole HTTP/1 connection.
-            let over_http2 = with_authority(to_proxy, &format!("other.shop.svc.cluster.local:{HTTP}"));
-            let over_http1 = WeightedAddr {
-                protocol_hint: Some(ProtocolHint {
-                    protocol: None,
-                    opaque_transport: Some(protocol_hint::OpaqueTransport { inbound_port: 4143 }),
-                }),
-                ..over_http2.clone()
-            };
+            let [over_http1, over_http2] = over_both_protocols(to_proxy);
             // Each protocol uses its own destination, so that it need not wait for a policy change.
             let at = |n: u8| SocketAddr::from(([10, 66, 7, n], HTTP));
             policies.set_destination_policy(Ok(http1(rule(forward(over_http1)))));

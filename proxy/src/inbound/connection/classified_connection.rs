@@ -46,6 +46,7 @@ impl ClassifiedConnection {
             upstream_io: None,
             client_prefix: Bytes::new(),
             client,
+            gateway_name: None,
         })
     }
 }
@@ -58,6 +59,8 @@ pub(super) struct ClassifiedOpaque {
     /// Bytes already read from the client.
     pub(super) client_prefix: Bytes,
     pub(super) client: ClientAndPortPolicy,
+    /// The service in the transport header, if this proxy is a gateway.
+    pub(super) gateway_name: Option<NameAddr>,
 }
 
 pub(super) struct ClassifiedHttp {

@@ -91,6 +91,7 @@ impl Connection {
                     upstream_io,
                     client_prefix: Bytes::new(),
                     client,
+                    gateway_name: header.name,
                 }));
             }
         };

@@ -86,9 +86,10 @@ impl Connection {
             upstream_io,
             client_prefix,
             client,
+            gateway_name,
         } = opaque;
         self.opaque_forwarder(&client)
-            .forward(io, upstream_io, client_prefix)
+            .forward((io, client_prefix), upstream_io, gateway_name.as_ref())
             .await;
     }
 }

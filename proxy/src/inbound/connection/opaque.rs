@@ -3,7 +3,7 @@
 
 use bytes::Bytes;
 use tokio::{io::AsyncWriteExt, net::TcpStream};
-use tulle_core::{info_limited, metrics::Labels};
+use tulle_core::{addr::NameAddr, info_limited, metrics::Labels};
 
 use crate::{
     inbound::{
@@ -104,21 +104,34 @@ impl OpaqueForwarder<'_> {
         }
     }
 
-    /// Records that the connection ends because the trust anchors no longer verify the client's certificate.
-    fn record_untrusted(&self, active_policy: &ActivePolicy) {
-        let (denied, families) = (Denied::CertificateUntrusted, &self.inbound.families);
+    /// Records that the connection ends for another reason than a policy of the port.
+    fn record_closed(&self, active_policy: &ActivePolicy, denied: Denied) {
+        let families = &self.inbound.families;
         let (client, target) = (self.client.addrs.client.0, self.client.addrs.target);
         let labels = families.connection_labels(target, &self.client.tls, &active_policy.server_policy.meta);
         info_limited!(self.inbound.log_limiter, client.ip(), "connection closed", %client, %target, %denied);
         families.record_tcp_terminated(&labels, denied);
     }
 
-    /// Copies between `client_io` and the application, or the gateway, until both directions have ended, a changed policy denies
-    /// the client, or the trust anchors no longer verify its certificate.
+    /// Waits until the service behind the gateway is not exported any more. Never returns for connections to the application.
+    async fn wait_not_exported(&self, gateway_name: Option<&NameAddr>) {
+        match (gateway_name, &self.inbound.gateway) {
+            (Some(name), Some(gateway)) => gateway.wait_not_exported(name).await,
+            _ => std::future::pending().await,
+        }
+    }
+
+    /// Copies between the client and the application, or the gateway, until both directions have ended, a changed policy denies the
+    /// client, the trust anchors no longer verify its certificate, or the service behind the gateway is not exported any more.
     ///
-    /// `upstream_io` is the connection to the application, or through the gateway, if it is open already. `client_prefix` are bytes
-    /// already read from the client.
-    pub(in crate::inbound) async fn forward(&self, mut client_io: Io, upstream_io: Option<Io>, client_prefix: Bytes) {
+    /// `client_prefix` are bytes already read from the client. `upstream_io` is the connection to the application, or through the
+    /// gateway to the service `gateway_name`, if it is open already.
+    pub(in crate::inbound) async fn forward(
+        &self,
+        (mut client_io, client_prefix): (Io, Bytes),
+        upstream_io: Option<Io>,
+        gateway_name: Option<&NameAddr>,
+    ) {
         // The policy may have changed during protocol detection.
         let mut current = self.client.port_policy.current();
         if current.requires_http {
@@ -150,7 +163,8 @@ impl OpaqueForwarder<'_> {
         }
         // If this future is dropped before its end, both connections are reset.
         let copy_future = copy::copy_bidirectional(&mut client_io, &mut upstream_io);
-        tokio::pin!(copy_future);
+        let not_exported = self.wait_not_exported(gateway_name);
+        tokio::pin!(copy_future, not_exported);
         loop {
             tokio::select! {
                 result = &mut copy_future => {
@@ -160,8 +174,9 @@ impl OpaqueForwarder<'_> {
                     return;
                 }
                 () = client_certificate::wait_untrusted(self.client.chain.as_deref()) => {
-                    return self.record_untrusted(&current);
+                    return self.record_closed(&current, Denied::CertificateUntrusted);
                 }
+                () = &mut not_exported => return self.record_closed(&current, Denied::NotExported),
                 changed = self.client.port_policy.wait_changed(&current) => {
                     current = changed;
                     let (client, log) = (self.client.addrs.client.0, &self.inbound.log_limiter);

@@ -183,6 +183,7 @@ impl Connection {
                     upstream_io: app_io,
                     client_prefix,
                     client,
+                    gateway_name: None,
                 }));
             }
         };

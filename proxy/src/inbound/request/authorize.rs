@@ -206,8 +206,8 @@ impl HttpConnection {
         }
     }
 
-    /// Closes the tunnel that a permitted request asks for when a changed policy denies it. Until the tunnel ends, or its request is
-    /// not accepted, it counts as in progress.
+    /// Closes the tunnel that a permitted request asks for when a changed policy denies it, or when the service behind the gateway is
+    /// not exported any more. Until the tunnel ends, or its request is not accepted, it counts as in progress.
     pub(super) fn close_tunnel_when_denied(
         self: &Arc<Self>,
         client_tunnel: &mut ClientTunnel,
@@ -218,14 +218,30 @@ impl HttpConnection {
         self.register_tunnel(&request);
         let (connection, route_metrics) = (self.clone(), route_metrics.clone());
         client_tunnel.close_when(async move {
-            match connection.protocol {
-                // The client's connection is now the tunnel, and no other task stops it.
-                HttpVersion::Http1 => connection.wait_until_tunnel_denied().await,
-                // The tunnel is a stream of the client's connection, which is closed when the client is denied.
-                HttpVersion::Http2 => std::future::pending().await,
+            let denied = async {
+                match connection.protocol {
+                    // The client's connection is now the tunnel, and no other task stops it.
+                    HttpVersion::Http1 => connection.clone().wait_until_tunnel_denied().await,
+                    // The tunnel is a stream of the client's connection, which is closed when the client is denied.
+                    HttpVersion::Http2 => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = denied => {}
+                () = connection.wait_not_exported() => connection.record_ended(Denied::NotExported),
             }
             drop((route_metrics, request)); // the tunnel counts as in progress until here
         });
+    }
+
+    /// Waits until the service behind the gateway is not exported any more. Never returns for connections to the application.
+    async fn wait_not_exported(&self) {
+        match &self.upstream {
+            Upstream::Gateway(gateway, gateway_connection) => {
+                gateway.wait_not_exported(&gateway_connection.name).await;
+            }
+            Upstream::App(_) => std::future::pending().await,
+        }
     }
 
     /// Records a tunnel. It counts as open until `request` is dropped.

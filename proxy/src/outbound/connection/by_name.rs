@@ -54,6 +54,21 @@ impl Outbound {
         }
     }
 
+    /// Waits until the service `name` is not exported any more. Never returns if the service is not known.
+    pub(crate) async fn wait_not_exported(&self, name: &NameAddr) {
+        let found = self.discovery.get(Addr::Name(name.clone()), self.detect_timeout).await;
+        // While this holds the destination, its policy is watched.
+        let Ok(destination) = found else {
+            return std::future::pending().await;
+        };
+        let mut published = destination.has_snapshot.subscribe();
+        while !destination.snapshot().policy.meta.is_not_exported() {
+            if published.changed().await.is_err() {
+                return std::future::pending().await; // the sender is in the destination
+            }
+        }
+    }
+
     /// The destination of a service. Names of other targets are refused, without a DNS lookup, and so are services that the control
     /// plane does not permit this gateway to serve.
     async fn service_destination(&self, name: &NameAddr) -> Result<Arc<Destination>, Error> {
