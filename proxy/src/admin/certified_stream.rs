@@ -11,8 +11,9 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use crate::net::io::Io;
 use crate::tls::client_chains::ClientChain;
 
-/// Reads no further byte when a certificate of the client has expired, or the trust anchors no longer verify it. The server then
-/// sends its response and closes the connection.
+/// Ends its input when a certificate of the client has expired, or the trust anchors no longer verify it. The server then closes the
+/// connection, also if a response is in progress: to a server that does not support half-closed connections, the client has
+/// disconnected.
 pub(super) struct CertifiedStream {
     io: Io,
     /// `None` without a certificate.

@@ -128,8 +128,8 @@ impl<E> EndpointSet<E> {
     }
 
     fn list(&self) -> EndpointList<E> {
-        let preferred = self.entries.values().filter(|entry| !entry.spec.is_fallback);
-        let fallback = self.entries.values().filter(|entry| entry.spec.is_fallback);
+        let preferred = self.entries.values().filter(|entry| !entry.spec.is_fallback.get());
+        let fallback = self.entries.values().filter(|entry| entry.spec.is_fallback.get());
         EndpointList {
             n_preferred: preferred.clone().count(),
             endpoints: preferred.chain(fallback).map(|entry| entry.endpoint.clone()).collect(),
@@ -145,13 +145,14 @@ impl<E> EndpointSet<E> {
         self.entries.len() < n_before
     }
 
-    /// Adds or replaces an endpoint. Returns false if it is unchanged, except for its weight.
+    /// Adds or replaces an endpoint. An endpoint of which only the weight or [`EndpointSpec::is_fallback`] has changed is kept.
+    /// Returns false if nothing has changed except a weight.
     fn add(&mut self, spec: EndpointSpec, build: &mut impl FnMut(&Arc<EndpointSpec>) -> Arc<E>) -> bool {
         if let Some(known) = self.entries.get(&spec.addr)
             && *known.spec == spec
         {
             known.spec.weight.set(spec.weight.get());
-            return false;
+            return known.spec.is_fallback.set(spec.is_fallback.get());
         }
         let spec = Arc::new(spec);
         let endpoint = build(&spec);
@@ -165,7 +166,7 @@ mod tests {
     use std::num::NonZeroU16;
 
     use super::*;
-    use crate::policy::endpoint::Weight;
+    use crate::policy::endpoint::{FallbackFlag, Weight};
 
     impl<E> DiscoveryState<E> {
         pub(crate) fn with_endpoints(preferred: &[Arc<E>], fallback: &[Arc<E>]) -> Self {
@@ -253,7 +254,7 @@ mod tests {
     fn preferred_endpoints_come_before_fallback_endpoints() {
         let mut set = TestSet::new();
         let fallback = |port| EndpointSpec {
-            is_fallback: true,
+            is_fallback: FallbackFlag::new(true),
             ..spec(port, 1)
         };
         let mut lists = |update| match set.apply(update)? {
@@ -267,11 +268,12 @@ mod tests {
         let added = EndpointUpdate::Add(vec![fallback(1), spec(2, 1), fallback(3), spec(4, 1)]);
         assert_eq!(lists(added), Some((vec![2, 4], vec![1, 3])));
         assert_eq!(lists(EndpointUpdate::Add(vec![fallback(1)])), None);
-        // A change of only the preference.
-        let changed = EndpointUpdate::Add(vec![spec(1, 1), fallback(2)]);
-        assert_eq!(lists(changed), Some((vec![5, 4], vec![6, 3])));
+        // After a change of only the preference, the endpoints keep their connections and their load.
+        let changed = || EndpointUpdate::Add(vec![spec(1, 1), fallback(2)]);
+        assert_eq!(lists(changed()), Some((vec![1, 4], vec![2, 3])));
+        assert_eq!(lists(changed()), None);
         let removed = EndpointUpdate::Remove(vec![addr(1), addr(4)]);
-        assert_eq!(lists(removed), Some((vec![], vec![6, 3])));
+        assert_eq!(lists(removed), Some((vec![], vec![2, 3])));
     }
 
     #[test]

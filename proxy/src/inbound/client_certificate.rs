@@ -1,5 +1,4 @@
-//! The certificate of a client ends its connection: an HTTP connection when it expires, each connection when the trust anchors no
-//! longer verify it.
+//! Closes connections whose client certificate has expired or is no longer trusted.
 
 use std::{
     future::pending,
@@ -7,7 +6,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, SystemTime},
+    time::Duration,
 };
 
 use tokio::time::Instant;
@@ -43,8 +42,7 @@ impl ClientCertificate {
     }
 
     pub(in crate::inbound) fn deadlines(&self) -> Option<CertificateDeadlines> {
-        let not_after = self.chain.as_ref()?.not_after();
-        let remaining = not_after.duration_since(SystemTime::now()).unwrap_or_default();
+        let remaining = self.chain.as_ref()?.remaining_validity();
         Some(CertificateDeadlines::new(Instant::now(), remaining))
     }
 
@@ -56,9 +54,9 @@ impl ClientCertificate {
         if !self.is_refused.load(Ordering::Relaxed) {
             return Ok(());
         }
-        match self.chain.as_ref().is_some_and(|chain| chain.is_revoked()) {
-            true => Err(Denied::CertificateUntrusted),
-            false => Err(Denied::CertificateExpired),
+        match self.chain.as_ref().is_none_or(|chain| chain.is_trusted()) {
+            true => Err(Denied::CertificateExpired),
+            false => Err(Denied::CertificateUntrusted),
         }
     }
 
@@ -78,7 +76,6 @@ impl ClientCertificate {
 
 impl CertificateDeadlines {
     fn new(now: Instant, remaining: Duration) -> Self {
-        let remaining = remaining.min(MAX_VALIDITY);
         let expires_at = now + remaining;
         Self {
             close_at: expires_at - MAX_CLOSE_LEAD.min(remaining / 4),
@@ -91,15 +88,13 @@ impl CertificateDeadlines {
 pub(in crate::inbound) async fn wait_untrusted(chain: Option<&ClientChain>) {
     match chain {
         // Boxed, so that the futures of connections without a certificate stay small.
-        Some(chain) => Box::pin(chain.wait_revoked()).await,
+        Some(chain) => Box::pin(chain.wait_untrusted()).await,
         None => pending().await,
     }
 }
 
 /// Time of the graceful close before the expiry. A proxy of tulle has replaced its connections before (`Retirement`).
 const MAX_CLOSE_LEAD: Duration = Duration::from_secs(60);
-/// Longer validities count as this one: more than the validity of any certificate of a workload.
-const MAX_VALIDITY: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 /// Time of the graceful close after the trust anchors no longer verify the certificate of a client.
 pub(in crate::inbound) const UNTRUSTED_CLOSE_TIME: Duration = Duration::from_secs(5);
 /// Time that requests in progress have to end from when further requests of their client are refused.

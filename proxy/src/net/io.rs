@@ -18,6 +18,7 @@ use socket2::SockRef;
 use tokio::{
     io::{AsyncRead, AsyncWrite, Interest, ReadBuf},
     net::TcpStream,
+    time::Instant,
 };
 use tokio_rustls::{client, server};
 use tulle_core::connections::{ConnectionHandle, ConnectionPermit};
@@ -220,9 +221,11 @@ impl Io {
         self
     }
 
-    /// Whether the connection gets no further request.
-    pub(crate) fn is_retired(&self) -> bool {
-        self.retirement.as_ref().is_some_and(|retirement| retirement.is_due())
+    /// Whether the connection gets no further request. `now` is called if it can be retired.
+    pub(crate) fn is_retired(&self, now: impl FnOnce() -> Instant) -> bool {
+        self.retirement
+            .as_ref()
+            .is_some_and(|retirement| retirement.is_due(now()))
     }
 
     pub(crate) fn take_retirement(&mut self) -> Option<Box<Retirement>> {

@@ -1,8 +1,8 @@
 //! The end of the use of a dialled connection for new requests.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
 };
 
 use tokio::{
@@ -14,33 +14,39 @@ use tokio::{
 #[derive(Debug)]
 pub(crate) struct Retirement {
     pub(crate) at: Instant,
-    /// Set to end its use before this time.
-    pub(crate) is_early: Arc<AtomicBool>,
+    /// Set when a trust anchor is removed. The connection is then retired after `delay_after_removal`.
+    pub(crate) anchor_removed_at: Arc<OnceLock<Instant>>,
+    pub(crate) delay_after_removal: Duration,
 }
 
-/// Tells whether a connection has to be retired, without reading the clock.
+/// Tells whether a connection has to be retired, without reading the clock unless a trust anchor was removed.
 #[derive(Debug)]
 pub(crate) struct RetirementTimer {
     sleep: JoinHandle<()>,
-    is_early: Arc<AtomicBool>,
+    retirement: Retirement,
 }
 
 impl Retirement {
-    pub(crate) fn is_due(&self) -> bool {
-        self.is_early.load(Ordering::Relaxed) || Instant::now() >= self.at
+    pub(crate) fn is_due(&self, now: Instant) -> bool {
+        now >= self.at || self.is_due_after_removal(|| now)
+    }
+
+    fn is_due_after_removal(&self, now: impl FnOnce() -> Instant) -> bool {
+        let removed_at = self.anchor_removed_at.get();
+        removed_at.is_some_and(|removed_at| now() >= *removed_at + self.delay_after_removal)
     }
 
     pub(crate) fn start_timer(self) -> RetirementTimer {
         RetirementTimer {
             sleep: tokio::spawn(sleep_until(self.at)),
-            is_early: self.is_early,
+            retirement: self,
         }
     }
 }
 
 impl RetirementTimer {
     pub(crate) fn is_due(&self) -> bool {
-        self.is_early.load(Ordering::Relaxed) || self.sleep.is_finished()
+        self.sleep.is_finished() || self.retirement.is_due_after_removal(Instant::now)
     }
 }
 
@@ -52,27 +58,37 @@ impl Drop for RetirementTimer {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use tokio::time::sleep;
 
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_connection_is_retired_at_its_time_or_earlier_on_request() {
-        let is_early = Arc::new(AtomicBool::new(false));
+    async fn a_connection_is_retired_at_its_time_or_after_a_trust_anchor_was_removed() {
         let at = Instant::now() + Duration::from_secs(60);
-        let new = || Retirement {
-            at,
-            is_early: is_early.clone(),
+        let new = || {
+            let anchor_removed_at = Arc::new(OnceLock::new());
+            let retirement = || Retirement {
+                at,
+                anchor_removed_at: anchor_removed_at.clone(),
+                delay_after_removal: Duration::from_secs(3),
+            };
+            (retirement(), retirement().start_timer(), anchor_removed_at)
         };
-        let (retirement, timer) = (new(), new().start_timer());
-        sleep(Duration::from_secs(59)).await;
-        assert!(!retirement.is_due() && !timer.is_due());
-        is_early.store(true, Ordering::Relaxed);
-        assert!(retirement.is_due() && timer.is_due());
-        is_early.store(false, Ordering::Relaxed);
+        let is_due = |retirement: &Retirement, timer: &RetirementTimer| {
+            let is_due = retirement.is_due(Instant::now());
+            assert_eq!(timer.is_due(), is_due);
+            is_due
+        };
+        let (regular, regular_timer, _) = new();
+        let (early, early_timer, anchor_removed_at) = new();
+        sleep(Duration::from_secs(50)).await;
+        anchor_removed_at.set(Instant::now()).unwrap();
         sleep(Duration::from_secs(2)).await;
-        assert!(retirement.is_due() && timer.is_due());
+        assert!(!is_due(&early, &early_timer));
+        sleep(Duration::from_secs(2)).await;
+        assert!(is_due(&early, &early_timer));
+        assert!(!is_due(&regular, &regular_timer));
+        sleep(Duration::from_secs(7)).await;
+        assert!(is_due(&regular, &regular_timer));
     }
 }

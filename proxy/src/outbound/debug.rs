@@ -209,7 +209,7 @@ impl EndpointStatus {
             address: spec.addr.to_string(),
             identity: endpoint.identity().map(ToString::to_string),
             weight: spec.weight.get(),
-            is_fallback: spec.is_fallback,
+            is_fallback: spec.is_fallback.get(),
             zone: match spec.locality {
                 Locality::Unknown => "unknown",
                 Locality::Local => "local",

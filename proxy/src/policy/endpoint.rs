@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::num::NonZeroU16;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use http::uri::Authority;
@@ -30,7 +30,7 @@ pub(crate) struct EndpointSpec {
     pub(crate) http2: Http2Params,
     pub(crate) locality: Locality,
     /// To be used only while no other endpoint of the service can take the request.
-    pub(crate) is_fallback: bool,
+    pub(crate) is_fallback: FallbackFlag,
     /// The workload that the control plane names, for debug output.
     pub(crate) resource: Option<Arc<Meta>>,
 }
@@ -39,6 +39,11 @@ pub(crate) struct EndpointSpec {
 /// kept if only its weight changes. Clones share the value.
 #[derive(Clone)]
 pub(crate) struct Weight(Arc<AtomicU32>);
+
+/// Whether an endpoint is a fallback. Both values compare equal, so that an endpoint is kept if it becomes a fallback endpoint or a
+/// preferred one. Clones share the value.
+#[derive(Clone)]
+pub(crate) struct FallbackFlag(Arc<AtomicBool>);
 
 /// The identity that an endpoint must prove, and the SNI to send.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -135,6 +140,35 @@ impl PartialEq for Weight {
 
 impl Eq for Weight {}
 
+impl FallbackFlag {
+    pub(crate) fn new(is_fallback: bool) -> Self {
+        Self(Arc::new(AtomicBool::new(is_fallback)))
+    }
+
+    pub(crate) fn get(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the value has changed.
+    pub(crate) fn set(&self, is_fallback: bool) -> bool {
+        self.0.swap(is_fallback, Ordering::Relaxed) != is_fallback
+    }
+}
+
+impl fmt::Debug for FallbackFlag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.get(), f)
+    }
+}
+
+impl PartialEq for FallbackFlag {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for FallbackFlag {}
+
 impl EndpointSpec {
     /// An unmeshed endpoint that is known by its address only.
     pub(crate) fn plain(addr: SocketAddr) -> Self {
@@ -148,7 +182,7 @@ impl EndpointSpec {
             authority_override: None,
             http2: Http2Params::default(),
             locality: Locality::Unknown,
-            is_fallback: false,
+            is_fallback: FallbackFlag::new(false),
             resource: None,
         }
     }

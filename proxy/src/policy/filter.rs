@@ -145,6 +145,17 @@ pub(crate) fn apply_request(
     Ok(())
 }
 
+/// Whether one of these filters refuses or redirects all requests. Injected failures do not count: they are random.
+pub(crate) fn refuses_all_requests(filters: &[Filter]) -> bool {
+    let refuses = |filter: &Filter| {
+        matches!(
+            filter,
+            Filter::Redirect(_) | Filter::Invalid(_) | Filter::DiscoveryDenied(_)
+        )
+    };
+    filters.iter().any(refuses)
+}
+
 /// Applies the response filters of a rule.
 pub(crate) fn apply_response(filters: &[Filter], headers: &mut HeaderMap) {
     for filter in filters {
@@ -689,6 +700,23 @@ mod tests {
             ..redirect()
         };
         assert!(location(&host, "http://web/a", None).is_err());
+    }
+
+    #[test]
+    fn filters_that_refuse_only_some_requests_do_not_refuse_all() {
+        let failure = Failure::Grpc {
+            code: 14,
+            message: "no".into(),
+        };
+        let ratio = Ratio::ALWAYS;
+        let edits = Filter::RequestHeaders(HeaderModifier::default());
+        let mut filters = vec![edits, Filter::Failure(FailureInjector { failure, ratio })];
+        assert!(!refuses_all_requests(&filters));
+        for refusing in [Filter::Redirect(redirect()), Filter::unknown()] {
+            filters.push(refusing);
+            assert!(refuses_all_requests(&filters));
+            filters.pop();
+        }
     }
 
     #[test]

@@ -1,7 +1,6 @@
 //! The tap server. Authorized clients use mutual TLS, or plaintext on loopback.
 
 use std::{
-    future::pending,
     net::{SocketAddr, TcpListener},
     pin::Pin,
     sync::Arc,
@@ -9,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use futures_util::Stream;
+use futures_util::{Stream, future::OptionFuture};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::{
@@ -159,15 +158,8 @@ async fn serve_http2(
             // An unauthorized client is disconnected after its error.
             Ok(Ok(())) | Err(_) => ConnectionEnd::Closed,
         },
-        () = wait_invalid(chain) => ConnectionEnd::Closed,
-    }
-}
-
-/// Waits until a certificate of the chain has expired, or the trust anchors no longer verify it.
-async fn wait_invalid(chain: Option<Arc<ClientChain>>) {
-    match chain {
-        Some(chain) => chain.wait_invalid().await,
-        None => pending().await,
+        // Without a chain, the result is `None`, which does not match.
+        Some(()) = OptionFuture::from(chain.as_deref().map(ClientChain::wait_invalid)) => ConnectionEnd::Closed,
     }
 }
 

@@ -3,8 +3,8 @@
 use std::io;
 use std::time::{Duration, SystemTime};
 
-use rustls::pki_types::CertificateDer;
-use rustls::{CertificateError, CommonState, Error, HandshakeKind};
+use rustls::pki_types::{CertificateDer, TrustAnchor};
+use rustls::{CertificateError, CommonState, Error, HandshakeKind, RootCertStore};
 use tulle_core::identity::Identity;
 use x509_parser::extensions::{GeneralName, ParsedExtension};
 use x509_parser::prelude::{FromDer, X509Certificate};
@@ -25,7 +25,6 @@ pub(super) struct CertificateInfo {
 
 /// Parses the names and the validity of a certificate. Names that are not valid identities are ignored.
 pub(super) fn parse(certificate: &CertificateDer<'_>) -> Result<CertificateInfo, Error> {
-    let bad_encoding = |_| Error::InvalidCertificate(CertificateError::BadEncoding);
     let (_, parsed) = X509Certificate::from_der(certificate).map_err(bad_encoding)?;
     let general_names = parsed
         .extensions()
@@ -48,29 +47,64 @@ pub(super) fn parse(certificate: &CertificateDer<'_>) -> Result<CertificateInfo,
     })
 }
 
-/// The time at which the first of these certificates expires.
+/// The time for which a chain stays valid: that of its leaf and intermediates.
+///
+/// Roots that a peer sends with its chain do not count, because verification ignores their validity: certificates with the name and
+/// key of a trust anchor, also if another authority has signed them, and self-issued certificates.
 ///
 /// # Errors
-/// There is none, or one cannot be parsed.
-pub(super) fn first_expiry(certificates: &[CertificateDer<'_>]) -> Result<SystemTime, Error> {
-    let expiries = certificates
-        .iter()
-        .map(|certificate| parse(certificate).map(|info| info.validity.not_after))
-        .collect::<Result<Vec<_>, Error>>()?;
-    expiries.into_iter().min().ok_or(Error::NoCertificatesPresented)
+/// There is no certificate, or one cannot be parsed.
+pub(super) fn chain_validity(certificates: &[CertificateDer<'_>], anchors: &RootCertStore) -> Result<Validity, Error> {
+    let (leaf, issuers) = certificates.split_first().ok_or(Error::NoCertificatesPresented)?;
+    let mut validity = parse(leaf)?.validity;
+    for issuer in issuers {
+        if is_self_issued(issuer)? || is_anchor(issuer, anchors) {
+            continue;
+        }
+        let other = parse(issuer)?.validity;
+        validity.not_before = validity.not_before.max(other.not_before);
+        validity.not_after = validity.not_after.min(other.not_after);
+    }
+    Ok(validity)
 }
 
-/// Checks that all certificates of the peer are still valid if its session was resumed: such a handshake does not verify them.
+fn is_self_issued(certificate: &CertificateDer<'_>) -> Result<bool, Error> {
+    let (_, parsed) = X509Certificate::from_der(certificate).map_err(bad_encoding)?;
+    Ok(parsed.subject().as_raw() == parsed.issuer().as_raw())
+}
+
+/// Whether a trust anchor has the name and key of this certificate.
+fn is_anchor(certificate: &CertificateDer<'_>, anchors: &RootCertStore) -> bool {
+    let mut sent = RootCertStore::empty();
+    sent.add(certificate.clone()).is_ok()
+        && sent.roots.iter().all(|sent| {
+            let is_same = |anchor: &TrustAnchor<'_>| {
+                anchor.subject == sent.subject && anchor.subject_public_key_info == sent.subject_public_key_info
+            };
+            anchors.roots.iter().any(is_same)
+        })
+}
+
+/// The time until `not_after`, at most [`MAX_REMAINING_VALIDITY`].
+pub(super) fn remaining_validity(not_after: SystemTime) -> Duration {
+    let remaining = not_after.duration_since(SystemTime::now()).unwrap_or_default();
+    remaining.min(MAX_REMAINING_VALIDITY)
+}
+
+/// More than the validity of any certificate of a workload. Limited, because a later time may not be representable.
+pub(super) const MAX_REMAINING_VALIDITY: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+
+/// Checks that the certificates of the peer are still valid if its session was resumed: such a handshake does not verify them.
 ///
 /// # Errors
 /// A certificate is not valid now; the error is the one of a full handshake.
-pub(super) fn check_resumed(session: &CommonState) -> io::Result<()> {
-    if session.handshake_kind() != Some(HandshakeKind::Resumed) {
+pub(super) fn check_resumed(session: &CommonState, anchors: &RootCertStore) -> io::Result<()> {
+    let chain = session.peer_certificates().unwrap_or_default();
+    if session.handshake_kind() != Some(HandshakeKind::Resumed) || chain.is_empty() {
         return Ok(());
     }
     let now = SystemTime::now();
-    let check = |certificate| {
-        let Validity { not_before, not_after } = parse(certificate)?.validity;
+    let checked = chain_validity(chain, anchors).and_then(|Validity { not_before, not_after }| {
         if now > not_after {
             Err(Error::InvalidCertificate(CertificateError::Expired))
         } else if now < not_before {
@@ -78,10 +112,12 @@ pub(super) fn check_resumed(session: &CommonState) -> io::Result<()> {
         } else {
             Ok(())
         }
-    };
-    let chain = session.peer_certificates().unwrap_or_default();
-    let checked = chain.iter().try_for_each(check);
+    });
     checked.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+}
+
+fn bad_encoding<E>(_: E) -> Error {
+    Error::InvalidCertificate(CertificateError::BadEncoding)
 }
 
 fn system_time(seconds: i64) -> SystemTime {

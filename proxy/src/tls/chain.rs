@@ -194,9 +194,7 @@ impl ClientChainVerifier {
             cache: VerifiedChains::default(),
         })
     }
-}
 
-impl ClientChainVerifier {
     /// Whether the trust anchors verify these certificates of a client, the first of which expires at `not_after`. Expired
     /// certificates are verified as of that time.
     pub(super) fn trusts(&self, certificates: &[CertificateDer<'_>], not_after: SystemTime) -> bool {

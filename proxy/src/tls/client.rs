@@ -70,7 +70,7 @@ where
     let connector = TlsConnector::from(creds.client_config(alpn, sessions));
     let stream = connector.connect(server_name, io).await.map_err(failed)?;
     let (_, session) = stream.get_ref();
-    certificate::check_resumed(session).map_err(failed)?;
+    certificate::check_resumed(session, &creds.anchors().roots()).map_err(failed)?;
     check_identity(&stream, id)?;
     Ok(stream)
 }

@@ -6,11 +6,11 @@ use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
-use rustls::Error;
 use rustls::pki_types::CertificateDer;
+use rustls::{Error, RootCertStore};
 use smallvec::SmallVec;
 use tokio::sync::Notify;
 
@@ -20,8 +20,8 @@ use crate::tls::certificate;
 pub(crate) struct ClientChain {
     certificates: Box<[CertificateDer<'static>]>,
     not_after: SystemTime,
-    is_revoked: AtomicBool,
-    revoked: Notify,
+    is_trusted: AtomicBool,
+    distrusted: Notify,
 }
 
 /// The chains of all clients with open connections.
@@ -44,33 +44,37 @@ impl ClientChain {
         self.not_after
     }
 
-    /// Waits until the trust anchors are replaced by others, which do not verify the chain.
-    pub(crate) async fn wait_revoked(&self) {
-        let mut revoked = pin!(self.revoked.notified());
+    /// The time until the first of the certificates expires, at most ten years.
+    pub(crate) fn remaining_validity(&self) -> Duration {
+        certificate::remaining_validity(self.not_after)
+    }
+
+    /// Waits until the trust anchors no longer verify the chain.
+    pub(crate) async fn wait_untrusted(&self) {
+        let mut distrusted = pin!(self.distrusted.notified());
         // Enabled before the check, so that no notification is lost in between.
-        revoked.as_mut().enable();
-        if !self.is_revoked() {
-            revoked.await;
+        distrusted.as_mut().enable();
+        if self.is_trusted() {
+            distrusted.await;
         }
     }
 
-    /// Waits until a certificate of the chain has expired, or [`Self::wait_revoked`] ends.
+    /// Waits until a certificate of the chain has expired, or [`Self::wait_untrusted`] ends.
     pub(crate) async fn wait_invalid(&self) {
-        let remaining = self.not_after.duration_since(SystemTime::now());
         tokio::select! {
-            () = tokio::time::sleep(remaining.unwrap_or_default()) => {}
-            () = self.wait_revoked() => {}
+            () = tokio::time::sleep(self.remaining_validity()) => {}
+            () = self.wait_untrusted() => {}
         }
     }
 
-    /// Whether [`Self::wait_revoked`] has ended.
-    pub(crate) fn is_revoked(&self) -> bool {
-        self.is_revoked.load(Ordering::Acquire)
+    /// False when [`Self::wait_untrusted`] has ended.
+    pub(crate) fn is_trusted(&self) -> bool {
+        self.is_trusted.load(Ordering::Acquire)
     }
 
-    fn revoke(&self) {
-        self.is_revoked.store(true, Ordering::Release);
-        self.revoked.notify_waiters();
+    fn distrust(&self) {
+        self.is_trusted.store(false, Ordering::Release);
+        self.distrusted.notify_waiters();
     }
 }
 
@@ -88,7 +92,11 @@ impl ClientChains {
     ///
     /// # Errors
     /// There is no certificate, or one cannot be parsed.
-    pub(super) fn open(&self, certificates: &[CertificateDer<'static>]) -> Result<Arc<ClientChain>, Error> {
+    pub(super) fn open(
+        &self,
+        certificates: &[CertificateDer<'static>],
+        anchors: &RootCertStore,
+    ) -> Result<Arc<ClientChain>, Error> {
         let mut hasher = self.hasher.build_hasher();
         for certificate in certificates {
             hasher.write(certificate);
@@ -96,16 +104,16 @@ impl ClientChains {
         let mut open = self.open.lock();
         let same_hash = open.by_hash.entry(hasher.finish()).or_default();
         same_hash.retain(|chain| chain.strong_count() > 0);
-        // A revoked chain can become valid again with other trust anchors, but its former connections end.
-        let is_same = |chain: &Arc<ClientChain>| *chain.certificates == *certificates && !chain.is_revoked();
+        // A chain can be trusted again after further changes of the trust anchors, but its former connections end.
+        let is_same = |chain: &Arc<ClientChain>| *chain.certificates == *certificates && chain.is_trusted();
         if let Some(chain) = same_hash.iter().filter_map(Weak::upgrade).find(is_same) {
             return Ok(chain);
         }
         let chain = Arc::new(ClientChain {
             certificates: certificates.into(),
-            not_after: certificate::first_expiry(certificates)?,
-            is_revoked: AtomicBool::new(false),
-            revoked: Notify::new(),
+            not_after: certificate::chain_validity(certificates, anchors)?.not_after,
+            is_trusted: AtomicBool::new(true),
+            distrusted: Notify::new(),
         });
         same_hash.push(Arc::downgrade(&chain));
         open.sweep();
@@ -114,7 +122,7 @@ impl ClientChains {
 
     /// Ends the connections of all clients whose certificates are not trusted any more. The second argument of `is_trusted` is
     /// [`ClientChain::not_after`].
-    pub(super) fn revoke_untrusted(&self, is_trusted: impl Fn(&[CertificateDer<'_>], SystemTime) -> bool) {
+    pub(super) fn distrust_unless(&self, is_trusted: impl Fn(&[CertificateDer<'_>], SystemTime) -> bool) {
         // The signatures are verified without the lock.
         let chains: Vec<_> = {
             let open = self.open.lock();
@@ -122,7 +130,7 @@ impl ClientChains {
         };
         for chain in chains {
             if !is_trusted(&chain.certificates, chain.not_after) {
-                chain.revoke();
+                chain.distrust();
             }
         }
     }

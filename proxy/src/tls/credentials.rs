@@ -1,8 +1,7 @@
 //! The proxy's certificate and private key and the trust anchors, which are replaced together.
 
 use std::fmt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::SystemTime;
 
 use arc_swap::ArcSwap;
@@ -12,6 +11,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::server::{NoServerSessionStorage, ServerSessionMemoryCache};
 use rustls::{CertificateError, ClientConfig, RootCertStore, ServerConfig, SupportedCipherSuite};
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tulle_core::identity::Identity;
 use tulle_core::names::TRANSPORT_ALPN;
 use zeroize::Zeroizing;
@@ -99,8 +99,8 @@ struct State {
     validity: Option<Validity>,
     /// The time at which the first certificate of the chain expires.
     not_after: Option<SystemTime>,
-    /// Set when the trust anchors are replaced by others.
-    anchors_replaced: Arc<AtomicBool>,
+    /// Set when a trust anchor is removed.
+    anchor_removed_at: Arc<OnceLock<Instant>>,
     client_configs: ConfigByAlpn<ClientConfig>,
     /// `None` before the first certificate.
     server_configs: Option<ConfigByAlpn<ServerConfig>>,
@@ -158,12 +158,17 @@ impl TrustAnchors {
             certificates: certificates.into(),
         })
     }
-}
 
-#[cfg(test)]
-impl TrustAnchors {
-    pub(crate) fn roots(&self) -> Arc<RootCertStore> {
+    pub(super) fn roots(&self) -> Arc<RootCertStore> {
         self.roots.clone()
+    }
+
+    /// Whether all certificates of `others` are in this set.
+    fn includes(&self, others: &Self) -> bool {
+        others
+            .certificates
+            .iter()
+            .all(|other| self.certificates.contains(other))
     }
 }
 
@@ -316,18 +321,18 @@ impl Credentials {
         Ok(())
     }
 
-    /// Makes `state` the current one. If its trust anchors differ, the connections of clients that they do not verify end.
+    /// Makes `state` the current one. If a trust anchor is removed, the connections of clients that the others do not verify end.
     fn store(&self, mut state: State) {
         let previous = self.shared.state.load_full();
-        if previous.anchors == state.anchors {
-            state.anchors_replaced = previous.anchors_replaced.clone();
+        if state.anchors.includes(&previous.anchors) {
+            state.anchor_removed_at = previous.anchor_removed_at.clone();
             return self.shared.state.store(Arc::new(state));
         }
         let verifier = state.client_verifier(&self.shared.provider);
         self.shared.state.store(Arc::new(state));
         // Before the chains are verified: `Self::open_client_chain` depends on this order.
-        previous.anchors_replaced.store(true, Ordering::Release);
-        self.shared.client_chains.revoke_untrusted(|certificates, not_after| {
+        previous.anchor_removed_at.get_or_init(Instant::now);
+        self.shared.client_chains.distrust_unless(|certificates, not_after| {
             let is_trusted = |verifier: &ClientChainVerifier| verifier.trusts(certificates, not_after);
             verifier.as_ref().is_some_and(is_trusted)
         });
@@ -338,7 +343,8 @@ impl Credentials {
         let state = self.shared.state.load();
         CredentialsLifetime {
             not_after: state.not_after,
-            anchors_replaced: state.anchors_replaced.clone(),
+            anchors: state.anchors.roots(),
+            anchor_removed_at: state.anchor_removed_at.clone(),
         }
     }
 
@@ -346,14 +352,14 @@ impl Credentials {
     /// handshake.
     ///
     /// # Errors
-    /// A certificate cannot be parsed, or the trust anchors were replaced during the handshake and do not verify it any more.
+    /// A certificate cannot be parsed, or a trust anchor was removed during the handshake and the others do not verify it.
     pub(super) fn open_client_chain(
         &self,
         certificates: &[CertificateDer<'static>],
         lifetime: &CredentialsLifetime,
     ) -> Result<Arc<ClientChain>, rustls::Error> {
-        let chain = self.shared.client_chains.open(certificates)?;
-        if lifetime.anchors_replaced.load(Ordering::Acquire) {
+        let chain = self.shared.client_chains.open(certificates, &lifetime.anchors)?;
+        if lifetime.anchor_removed_at.get().is_some() {
             let verifier = self.shared.state.load().client_verifier(&self.shared.provider);
             if verifier.is_none_or(|verifier| !verifier.trusts(certificates, chain.not_after())) {
                 return Err(rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer));
@@ -413,20 +419,19 @@ impl State {
         };
         let not_after = certified_key
             .as_ref()
-            .and_then(|certified_key| certificate::first_expiry(&certified_key.chain).ok());
+            .and_then(|certified_key| certificate::chain_validity(&certified_key.chain, &anchors.roots).ok())
+            .map(|validity| validity.not_after);
         Ok(Self {
             anchors,
             certified_key,
             validity,
             not_after,
-            anchors_replaced: Arc::default(),
+            anchor_removed_at: Arc::default(),
             client_configs,
             server_configs,
         })
     }
-}
 
-impl State {
     /// The verifier of clients; `None` without trust anchors.
     fn client_verifier(&self, provider: &Arc<CryptoProvider>) -> Option<ClientChainVerifier> {
         ClientChainVerifier::new(self.anchors.roots.clone(), provider).ok()

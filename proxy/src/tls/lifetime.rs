@@ -1,44 +1,42 @@
 //! How long a connection to a server is used for new requests, by the validity of the certificates on both sides.
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
+use rustls::RootCertStore;
 use tokio::time::Instant;
 use tokio_rustls::client::TlsStream;
 
 use crate::net::retirement::Retirement;
-use crate::tls::certificate;
+use crate::tls::certificate::{self, MAX_REMAINING_VALIDITY};
 
 /// How long connections that are opened with the current credentials can be used.
 pub(crate) struct CredentialsLifetime {
     /// The time at which the first certificate of the proxy's own chain expires; `None` without a certificate.
     pub(super) not_after: Option<SystemTime>,
-    /// Set when the trust anchors are replaced by others.
-    pub(super) anchors_replaced: Arc<AtomicBool>,
+    pub(super) anchors: Arc<RootCertStore>,
+    /// Set when a trust anchor is removed.
+    pub(super) anchor_removed_at: Arc<OnceLock<Instant>>,
 }
 
 impl CredentialsLifetime {
-    /// When the connection gets no further request: some time before a certificate of either side expires, or when the trust
-    /// anchors are replaced. A new connection then presents the renewed certificate, and verifies that of the server.
+    /// When the connection gets no further request: some time before a certificate of either side expires, or some seconds after a
+    /// trust anchor was removed. A new connection then presents the renewed certificate, and verifies that of the server.
     ///
-    /// The time before the expiry is random, so that connections of the same age are not replaced at once. A server of tulle starts
-    /// to close the connection only later: see `CertificateDeadlines` of the inbound side.
+    /// Both times are random, so that connections are not replaced at once. A server of tulle starts to close the connection only
+    /// later: see `CertificateDeadlines` of the inbound side.
     pub(crate) fn retirement<IO>(self, stream: &TlsStream<IO>) -> Retirement {
         let (_, session) = stream.get_ref();
         let of_server = session
             .peer_certificates()
-            .and_then(|certificates| certificate::first_expiry(certificates).ok());
+            .and_then(|certificates| certificate::chain_validity(certificates, &self.anchors).ok())
+            .map(|validity| validity.not_after);
         let first_expiry = self.not_after.into_iter().chain(of_server).min();
-        let remaining = first_expiry.map_or(MAX_USE, |expiry| {
-            expiry
-                .duration_since(SystemTime::now())
-                .unwrap_or_default()
-                .min(MAX_USE)
-        });
+        let remaining = first_expiry.map_or(MAX_REMAINING_VALIDITY, certificate::remaining_validity);
         Retirement {
             at: Instant::now() + usable_for(remaining, fastrand::f64()),
-            is_early: self.anchors_replaced,
+            anchor_removed_at: self.anchor_removed_at,
+            delay_after_removal: MAX_DELAY_AFTER_REMOVAL.mul_f64(fastrand::f64()),
         }
     }
 }
@@ -51,8 +49,8 @@ fn usable_for(remaining: Duration, random: f64) -> Duration {
 
 /// Of the remaining validity, at most this time counts for the random time before the expiry, which is 30 % to 50 % of it.
 const MAX_LEAD: Duration = Duration::from_secs(20 * 60);
-/// Maximum time that a connection is used: more than the validity of any certificate of a workload.
-const MAX_USE: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+/// Maximum time for which connections are still used after a trust anchor was removed.
+pub(super) const MAX_DELAY_AFTER_REMOVAL: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {

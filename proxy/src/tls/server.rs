@@ -95,7 +95,7 @@ where
     };
     let stream = TlsAcceptor::from(config).accept(io).await.map_err(failed)?;
     let (_, session) = stream.get_ref();
-    certificate::check_resumed(session).map_err(failed)?;
+    certificate::check_resumed(session, &lifetime.anchors).map_err(failed)?;
     let (client_id, chain) = match session.peer_certificates() {
         Some(certificates @ [leaf, ..]) => {
             let names = certificate::parse(leaf).map(|info| info.names).unwrap_or_default();

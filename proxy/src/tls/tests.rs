@@ -10,7 +10,7 @@ use rcgen::{
     NameConstraints, SanType,
 };
 use rustls::HandshakeKind;
-use rustls::pki_types::PrivatePkcs8KeyDer;
+use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
 use tulle_core::identity::Identity;
 use zeroize::Zeroizing;
@@ -19,10 +19,12 @@ use crate::tls::client;
 use crate::tls::credentials::{Alpn, CertifiedKey, Credentials, CredentialsError, TrustAnchors};
 use crate::tls::handshake_failure::HandshakeFailure;
 use crate::tls::header::{Decoded, InvalidHeader, SessionProtocol, TransportHeader};
+use crate::tls::lifetime::MAX_DELAY_AFTER_REMOVAL;
 use crate::tls::server::{self, MAX_HELLO_BYTES, ParsedHello};
 use crate::tls::sessions::EndpointSessions;
 
 pub(crate) struct Authority {
+    params: CertificateParams,
     pub(crate) issuer: Issuer<'static, KeyPair>,
     pub(crate) certificate: rcgen::Certificate,
 }
@@ -44,9 +46,19 @@ impl Authority {
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
         let certificate = params.self_signed(&key).unwrap();
         Self {
+            params: params.clone(),
             issuer: Issuer::new(params, key),
             certificate,
         }
+    }
+
+    /// An expired certificate with the name and key of this authority.
+    fn expired_certificate(&self, signer: &Issuer<'static, KeyPair>) -> CertificateDer<'static> {
+        let mut params = self.params.clone();
+        params.not_before = (SystemTime::now() - Duration::from_secs(7200)).into();
+        params.not_after = (SystemTime::now() - Duration::from_secs(3600)).into();
+        let certificate = params.signed_by(self.issuer.key(), signer).unwrap();
+        certificate.der().clone()
     }
 
     /// An intermediate authority that is limited to one workload.
@@ -65,6 +77,7 @@ impl Authority {
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
         Self {
+            params: params.clone(),
             issuer: Issuer::new(params, key),
             certificate,
         }
@@ -281,21 +294,28 @@ async fn open_connections_end_when_the_trust_anchors_no_longer_verify_their_clie
     assert!(Arc::ptr_eq(&chain, &second), "connections share the chain of a client");
     let (ended, end) = tokio::sync::oneshot::channel();
     let waiting = tokio::spawn(async move {
-        chain.wait_revoked().await;
+        chain.wait_untrusted().await;
         ended.send(()).unwrap();
     });
-    // Neither a renewed certificate nor the same trust anchors end a connection.
+    tokio::time::pause();
+    let retirement_is_due = async || {
+        tokio::time::advance(MAX_DELAY_AFTER_REMOVAL).await;
+        retirement.is_due(tokio::time::Instant::now())
+    };
+    // Neither a renewed certificate nor the same or further trust anchors end a connection.
     server.install(authority.leaf(&[SERVER], in_an_hour())).unwrap();
-    server.replace_anchors(both.clone()).unwrap();
-    client.replace_anchors(both).unwrap();
-    tokio::task::yield_now().await;
-    assert!(!waiting.is_finished() && !retirement.is_due());
+    let further = both.union(&Authority::named("further").anchors()).unwrap();
+    for anchors in [both, further] {
+        server.replace_anchors(anchors.clone()).unwrap();
+        client.replace_anchors(anchors).unwrap();
+        assert!(!retirement_is_due().await && !waiting.is_finished());
+    }
     server.replace_anchors(authority.anchors()).unwrap();
     end.await.unwrap();
-    second.wait_revoked().await;
+    second.wait_untrusted().await;
     client.replace_anchors(authority.anchors()).unwrap();
     assert!(
-        retirement.is_due(),
+        retirement_is_due().await,
         "a connection verified by former trust anchors gets no further request"
     );
 }
@@ -318,6 +338,31 @@ async fn connections_have_the_validity_of_the_first_certificate_that_expires() {
     let usable_for = retirement.at - tokio::time::Instant::now();
     let expected = Duration::from_secs(25)..Duration::from_secs(45);
     assert!(expected.contains(&usable_for), "{usable_for:?}");
+}
+
+/// A peer may send roots with its chain. Verification ignores their validity: it ends at the first trust anchor.
+#[tokio::test]
+async fn expired_roots_in_a_chain_do_not_end_its_connections() {
+    let (authority, former) = (Authority::new(), Authority::named("former"));
+    let with_expired_roots = |name: &str| {
+        let mut leaf = authority.leaf(&[name], in_an_hour());
+        leaf.chain.push(authority.expired_certificate(&former.issuer));
+        leaf.chain.push(former.expired_certificate(&former.issuer));
+        leaf
+    };
+    let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
+    client.install(with_expired_roots(CLIENT)).unwrap();
+    server.install(with_expired_roots(SERVER)).unwrap();
+    let (connected, accepted) = handshake(&client, &server, SERVER, NO_ALPN).await;
+    let remaining = accepted.unwrap().1.chain.unwrap().remaining_validity();
+    assert!(remaining > Duration::from_secs(3500), "{remaining:?}");
+    let retirement = client.lifetime().retirement(&connected.unwrap());
+    assert!(!retirement.is_due(tokio::time::Instant::now()));
+    let sessions = EndpointSessions::default();
+    for expected in [HandshakeKind::Full, HandshakeKind::Resumed] {
+        let handshake = handshake_with_sessions(&client, &server, SERVER, Some(&sessions)).await;
+        assert_eq!(handshake.map(|(kind, _)| kind), Ok(expected));
+    }
 }
 
 #[tokio::test]

@@ -469,19 +469,19 @@ spec:
 #[test]
 fn a_policy_change_to_deny_closes_tunnels_through_a_gateway() {
     let denied = gateway_policy(&identity("other"), "10.66.0.0/16");
-    assert_tunnels_are_closed_by(&denied, "reason=\"identity\"");
+    assert_tunnels_are_closed_by(&denied, "reason=\"identity\"", false);
 }
 
 #[test]
 fn changed_rules_close_tunnels_through_a_gateway_whose_requests_they_refuse() {
     let permitted = gateway_policy(&identity("client"), "10.66.0.0/16");
     let with_route = format!("{permitted}---\n{ROUTE_OF_ANOTHER_PATH}");
-    assert_tunnels_are_closed_by(&with_route, "reason=\"tunnel-request\"");
+    assert_tunnels_are_closed_by(&with_route, "reason=\"tunnel-request\"", true);
 }
 
 /// Checks that open tunnels through a gateway stay open with a policy that permits them, and are closed by this policy, for this
-/// reason.
-fn assert_tunnels_are_closed_by(changed_policy: &str, reason: &str) {
+/// reason. A tunnel of the path `/elsewhere`, over the same HTTP/2 connection, stays open if `keeps_elsewhere`.
+fn assert_tunnels_are_closed_by(changed_policy: &str, reason: &str, keeps_elsewhere: bool) {
     run_with_gateway(
         "svc.cluster.local.",
         async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
@@ -493,6 +493,7 @@ fn assert_tunnels_are_closed_by(changed_policy: &str, reason: &str) {
             let http1_tunnel = websocket::connect(mesh, at(1)).await;
             policies.set_destination_policy(Ok(http1(rule(forward(over_http2)))));
             let http2_tunnel = websocket::connect(mesh, at(2)).await;
+            let mut elsewhere = websocket::connect_path(mesh, at(2), "/elsewhere").await;
             let mut tunnels = [http1_tunnel, http2_tunnel];
             for protocol in ["session_protocol=\"http/1\"", "session_protocol=\"http/2\""] {
                 mesh.wait_for_metric_at_least("web", TRANSPORT_HEADERS, &[protocol], 1.)
@@ -520,6 +521,9 @@ fn assert_tunnels_are_closed_by(changed_policy: &str, reason: &str) {
                 let next = next.await.expect("the tunnel is closed");
                 assert!(!matches!(next, Some(Ok(_))), "{next:?}");
             }
+            let sent = elsewhere.send(Message::text("hello")).await;
+            let is_open = sent.is_ok() && matches!(elsewhere.next().await, Some(Ok(Message::Text(_))));
+            assert_eq!(is_open, keeps_elsewhere);
             mesh.wait_for_metric_at_least("web", "inbound_tcp_authz_terminate_total", &[], 2.)
                 .await;
             mesh.wait_for_metric_at_least("web", "tulle_inbound_denied_total", &[reason], 2.)

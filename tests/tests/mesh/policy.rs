@@ -5,6 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use bytes::Bytes;
+use h2::client::SendRequest;
+use h2::ext::Protocol;
+use h2::{RecvStream, SendStream};
+use http::{Method, Request, Response};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
@@ -437,6 +442,100 @@ fn a_tunnel_is_closed_when_the_rules_of_its_route_no_longer_permit_its_request()
     });
 }
 
+/// An application that accepts HTTP/2 requests and extended CONNECT, and echoes the bytes. `/unanswered` gets no response.
+async fn http2_echo_app(mesh: &Mesh) -> App {
+    apps::serve_tcp(mesh.listen("web", HTTP).await, |stream| async move {
+        let mut connection = h2::server::Builder::new()
+            .enable_connect_protocol()
+            .handshake(stream)
+            .await
+            .unwrap();
+        while let Some(Ok((req, mut respond))) = connection.accept().await {
+            tokio::spawn(async move {
+                if req.uri().path() == "/unanswered" {
+                    std::future::pending::<()>().await;
+                }
+                let mut send = respond.send_response(Response::new(()), false).unwrap();
+                let mut received = req.into_body();
+                while let Some(Ok(data)) = received.data().await {
+                    received.flow_control().release_capacity(data.len()).unwrap();
+                    send.send_data(data, false).unwrap();
+                }
+                let _ = send.send_data(Bytes::new(), true);
+            });
+        }
+    })
+}
+
+/// The request of a tunnel: extended CONNECT.
+fn tunnel_request(path: &str) -> Request<()> {
+    let req = Request::builder()
+        .method(Method::CONNECT)
+        .uri(format!("http://web.test{path}"));
+    req.extension(Protocol::from_static("chat")).body(()).unwrap()
+}
+
+/// Sends a request to the application, and returns the stream.
+async fn open_stream(client: &SendRequest<Bytes>, req: Request<()>) -> (SendStream<Bytes>, RecvStream) {
+    let mut client = client.clone().ready().await.unwrap();
+    let (rsp, send) = client.send_request(req, false).unwrap();
+    let rsp = rsp.await.unwrap();
+    assert_eq!(rsp.status(), 200);
+    (send, rsp.into_body())
+}
+
+async fn is_echoed((send, received): &mut (SendStream<Bytes>, RecvStream)) -> bool {
+    let sent = Bytes::from_static(b"hello");
+    send.send_data(sent.clone(), false).is_ok() && matches!(received.data().await, Some(Ok(data)) if data == sent)
+}
+
+#[test]
+fn a_tunnel_over_http2_ends_without_the_other_requests_of_its_connection() {
+    mesh().workload("web").run(async |mesh: &Mesh| {
+        let _app = http2_echo_app(mesh).await;
+        let path = |value: &str| format!("{{matches: [{{path: {{type: Exact, value: {value}}}}}]}}");
+        let write_rules = |rules: &[String]| mesh.write("policy", &route_with_authorization(&rules.join(", ")));
+        write_rules(&[path("/moved"), path("/unanswered"), path("/kept")]);
+        eventually("the rules are known", async || {
+            let mut client = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+            let other = client.fetch(http2_request("/other")).await.ok()?;
+            let kept = client.fetch(http2_request("/kept")).await.ok()?;
+            (other.status == 404 && kept.status == 200).then_some(())
+        })
+        .await;
+
+        let stream = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
+        let (client, connection) = h2::client::handshake(stream).await.unwrap();
+        tokio::spawn(connection);
+        eventually("the proxy announces extended CONNECT", async || {
+            client.is_extended_connect_protocol_enabled().then_some(())
+        })
+        .await;
+        let mut ready = client.clone().ready().await.unwrap();
+        let (unanswered, _body) = ready.send_request(tunnel_request("/unanswered"), false).unwrap();
+        let mut tunnel = open_stream(&client, tunnel_request("/moved")).await;
+        let post = Request::post("http://web.test/kept").body(()).unwrap();
+        let mut kept = open_stream(&client, post).await;
+        assert!(is_echoed(&mut tunnel).await && is_echoed(&mut kept).await);
+        write_rules(&[path("/elsewhere"), path("/kept")]);
+        let ended = within("the tunnel ends", tunnel.1.data()).await;
+        assert!(ended.is_none_or(|data| data.is_err()));
+        let refused = within("a tunnel without a response is refused", unanswered).await;
+        assert_eq!(refused.unwrap().status(), 403);
+        assert!(
+            is_echoed(&mut kept).await,
+            "the other request of the connection continues"
+        );
+        let denied = [r#"reason="tunnel-request""#];
+        mesh.wait_for_metric("web", "tulle_inbound_denied_total", &denied, 2.)
+            .await;
+
+        mesh.write("policy", &server("web-http", HTTP, "deny"));
+        let ended = within("the connection of a client without permission ends", kept.1.data()).await;
+        assert!(ended.is_none_or(|data| data.is_err()));
+    });
+}
+
 #[test]
 fn a_request_without_a_response_is_reset_when_the_policy_changes_to_deny() {
     mesh().workload("web").run(async |mesh: &Mesh| {
@@ -456,7 +555,7 @@ fn a_request_without_a_response_is_reset_when_the_policy_changes_to_deny() {
         let http2 = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
         let (mut client, connection) = h2::client::handshake(http2).await.unwrap();
         let http2_end = tokio::spawn(connection);
-        let req = http::Request::get("http://web.test/").body(()).unwrap();
+        let req = Request::get("http://web.test/").body(()).unwrap();
         let _response = client.send_request(req, true).unwrap();
         for _ in 0..2 {
             received_rx.recv().await.expect("the application receives the request");

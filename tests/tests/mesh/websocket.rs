@@ -48,8 +48,13 @@ where
 }
 
 pub(crate) async fn connect(mesh: &Mesh, dst: SocketAddr) -> Socket {
+    connect_path(mesh, dst, "/").await
+}
+
+pub(crate) async fn connect_path(mesh: &Mesh, dst: SocketAddr, path: &str) -> Socket {
     let stream = mesh.dial("client", dst).await;
-    let connected = client_async_with_config("ws://web.test/", stream, Some(config())).await;
+    let uri = format!("ws://web.test{path}");
+    let connected = client_async_with_config(uri, stream, Some(config())).await;
     let (socket, rsp) = connected.unwrap();
     assert_eq!(rsp.status(), 101);
     socket

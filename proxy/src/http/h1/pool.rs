@@ -5,6 +5,7 @@
 //! observes it.
 
 use std::{
+    cell::LazyCell,
     future::{Future, poll_fn},
     pin::{Pin, pin},
     sync::Arc,
@@ -157,19 +158,20 @@ impl ConnectionPool {
         loop {
             let mut idle = self.idle.lock();
             let (mut io, idle_since) = idle.connections.pop()?;
+            // The clock is read at most once, and not for a connection that cannot be too old.
+            let now = LazyCell::new(Instant::now);
             if !is_usable(&mut io) {
-                idle.server_keep_alive.record_closed(idle_since, Instant::now());
+                idle.server_keep_alive.record_closed(idle_since, *now);
                 continue;
             }
-            if io.is_retired() {
+            if io.is_retired(|| *now) {
                 continue;
             }
             let is_known = idle.server_keep_alive.announced.is_some() || idle.server_keep_alive.observed.is_some();
-            let now = is_known.then(Instant::now);
-            let is_old = now.is_some_and(|now| {
-                let limit = idle.server_keep_alive.max_idle_age(now);
-                limit.is_some_and(|limit| now - idle_since >= limit)
-            });
+            let is_old = is_known && {
+                let limit = idle.server_keep_alive.max_idle_age(*now);
+                limit.is_some_and(|limit| *now - idle_since >= limit)
+            };
             if is_old {
                 // All other idle connections are older.
                 let old = std::mem::take(&mut idle.connections);
@@ -285,7 +287,8 @@ mod tests {
             let (io, _server) = connect().await;
             let retirement = Retirement {
                 at: Instant::now() + Duration::from_secs(secs),
-                is_early: Arc::default(),
+                anchor_removed_at: Arc::default(),
+                delay_after_removal: Duration::ZERO,
             };
             pool.put(Box::new(io.retire(retirement)));
             assert_eq!(pool.take().is_some(), is_used, "retired in {secs} s");

@@ -76,7 +76,6 @@ impl Connection {
             port_policy,
             client_id: client_id.clone(),
             authorized_routes: Mutex::default(),
-            open_tunnels: Mutex::default(),
             cached_authority: Mutex::default(),
             unauthorized_closer: (!is_authorized).then(|| closer.clone()),
             drain: self.drain.clone(),

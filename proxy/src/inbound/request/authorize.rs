@@ -1,6 +1,6 @@
 //! Authorizes requests by the policy of their port (I9), and finds requests in progress that a changed policy denies.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use http::Request;
 use parking_lot::Mutex;
@@ -10,31 +10,36 @@ use tulle_core::{info_limited, metrics::Labels};
 use crate::{
     http::{
         body::Body, client::HttpVersion, connection_closer::ConnectionCloser, error::Error, headers,
-        lifecycle::classify, stack::filters, upgrade::tunnel::ClientTunnel,
+        lifecycle::classify, stack::filters,
     },
     inbound::{
-        client_certificate::{self, CertificateDeadlines, REFUSED_CLIENT_GRACE, UNTRUSTED_CLOSE_TIME},
+        client_certificate::{CertificateDeadlines, REFUSED_CLIENT_GRACE, UNTRUSTED_CLOSE_TIME},
         metrics::with_meta,
         policy::ActivePolicy,
         request::{
             context::{HttpConnection, Upstream},
             observe::{AuthorizedRoute, AuthorizedRouteMetrics, RequestMetrics},
-            tunnel_request::TunnelRequest,
+            tunnel_request::{self, TunnelRequest},
         },
     },
     metrics::{hosts::HostSource, http::Series, routes::StatusKind},
     policy::{
         authz::{self, Authorization, Denied},
         matches::RequestAttributes,
+        meta::Meta,
         route::{self, RouteMatch},
-        server::{ServerHttp, ServerPolicy, ServerProtocol},
+        server::{ServerPolicy, ServerProtocol},
     },
 };
 
 impl HttpConnection {
     /// Finds the route, authorizes the client, and applies the request filters of the route and the rate limit. On a port with
-    /// user-defined rules, a CONNECT tunnel needs a rule with this method.
-    pub(super) fn authorize(&self, req: &mut Request<Body>) -> Result<RequestMetrics, Error> {
+    /// user-defined rules, a CONNECT tunnel needs a rule with this method. If the request asks for a tunnel, returns its head too.
+    pub(super) fn authorize(
+        &self,
+        req: &mut Request<Body>,
+        asks_for_tunnel: bool,
+    ) -> Result<(RequestMetrics, Option<Arc<TunnelRequest>>), Error> {
         let current = self.port_policy.current();
         let policy = &current.server_policy;
         let families = &self.inbound.families;
@@ -56,7 +61,7 @@ impl HttpConnection {
             Error::RouteNotFound
         })?;
         let is_connect_tunnel = headers::is_connect_tunnel(req);
-        let bypasses_rules = || is_connect_tunnel && bypasses_rules(http, &found, &attributes);
+        let bypasses_rules = || is_connect_tunnel && tunnel_request::bypasses_rules(http, &found, &attributes);
         let permitted = self.certificate.check().and_then(|()| self.authorize_by_rule(&found));
         let permitted = permitted.and_then(|authorization| match bypasses_rules() {
             true => Err(Denied::ConnectTunnel),
@@ -77,7 +82,9 @@ impl HttpConnection {
             let client_and_port = (client.ip(), target.port());
             info_limited!(self.inbound.audit_log_limiter, client_and_port, "request audited", %client, %target);
         }
-        let route_metrics = self.route_metrics(&current, found.route, authorization, is_connect_tunnel);
+        let route_metrics = self.route_metrics(&current, found.route, authorization, asks_for_tunnel);
+        // Before the filters, which may change the request.
+        let tunnel_request = asks_for_tunnel.then(|| Arc::new(TunnelRequest::new(req, route_metrics.clone())));
         let authority_series = self.authority_series(&route_metrics, req);
         let request_metrics = RequestMetrics {
             route_metrics,
@@ -104,11 +111,14 @@ impl HttpConnection {
             let limit = limit.meta.to_string();
             return Err(record_refusal(Error::RateLimited { limit }));
         }
-        Ok(request_metrics)
+        Ok((request_metrics, tunnel_request))
     }
 
     /// Authorizes the client by the rule that its request matches.
-    fn authorize_by_rule<'a>(&self, found: &RouteMatch<'a, Arc<[Authorization]>>) -> Result<&'a Authorization, Denied> {
+    pub(super) fn authorize_by_rule<'a>(
+        &self,
+        found: &RouteMatch<'a, Arc<[Authorization]>>,
+    ) -> Result<&'a Authorization, Denied> {
         let client = self.addrs.client.0.ip();
         authz::authorize(&found.rule.action, client, self.tls.to_connection_tls())
     }
@@ -119,7 +129,7 @@ impl HttpConnection {
         current: &Arc<ActivePolicy>,
         route: &route::Route<T>,
         authorization: &Authorization,
-        is_connect_tunnel: bool,
+        is_tunnel: bool,
     ) -> Arc<AuthorizedRouteMetrics> {
         let (route_ptr, authorization_ptr) = (
             std::ptr::from_ref(route).addr(),
@@ -130,7 +140,7 @@ impl HttpConnection {
             Arc::ptr_eq(&known.policy, current)
                 && known.route_ptr == route_ptr
                 && known.authorization_ptr == authorization_ptr
-                && known.is_connect_tunnel == is_connect_tunnel
+                && known.is_tunnel == is_tunnel
         });
         if let Some(known) = known {
             return known.metrics.clone();
@@ -156,7 +166,7 @@ impl HttpConnection {
             policy: current.clone(),
             route_ptr,
             authorization_ptr,
-            is_connect_tunnel,
+            is_tunnel,
             metrics: route_metrics.clone(),
         });
         route_metrics
@@ -187,7 +197,8 @@ impl HttpConnection {
         policy.permits_some_request(self.addrs.client.0.ip(), self.tls.to_connection_tls())
     }
 
-    /// Waits until a changed policy denies a request or tunnel in progress; the caller then closes the connection.
+    /// Waits until a changed policy denies a request in progress, or the client of a tunnel over HTTP/2 may send no request any more;
+    /// the caller then closes the connection.
     ///
     /// Until then, closes an HTTP/2 connection of an unauthorized client gracefully as soon as the client is permitted a request.
     /// The client then reconnects, and gets the normal limits.
@@ -206,62 +217,6 @@ impl HttpConnection {
         }
     }
 
-    /// Closes the tunnel that a permitted request asks for when a changed policy denies it, or when the service behind the gateway is
-    /// not exported any more. Until the tunnel ends, or its request is not accepted, it counts as in progress.
-    pub(super) fn close_tunnel_when_denied(
-        self: &Arc<Self>,
-        client_tunnel: &mut ClientTunnel,
-        request: TunnelRequest,
-        route_metrics: &Arc<AuthorizedRouteMetrics>,
-    ) {
-        let request = Arc::new(request);
-        self.register_tunnel(&request);
-        let (connection, route_metrics) = (self.clone(), route_metrics.clone());
-        client_tunnel.close_when(async move {
-            let denied = async {
-                match connection.protocol {
-                    // The client's connection is now the tunnel, and no other task stops it.
-                    HttpVersion::Http1 => connection.clone().wait_until_tunnel_denied().await,
-                    // The tunnel is a stream of the client's connection, which is closed when the client is denied.
-                    HttpVersion::Http2 => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                () = denied => {}
-                () = connection.wait_not_exported() => connection.record_ended(Denied::NotExported),
-            }
-            drop((route_metrics, request)); // the tunnel counts as in progress until here
-        });
-    }
-
-    /// Waits until the service behind the gateway is not exported any more. Never returns for connections to the application.
-    async fn wait_not_exported(&self) {
-        match &self.upstream {
-            Upstream::Gateway(gateway, gateway_connection) => {
-                gateway.wait_not_exported(&gateway_connection.name).await;
-            }
-            Upstream::App(_) => std::future::pending().await,
-        }
-    }
-
-    /// Records a tunnel. It counts as open until `request` is dropped.
-    fn register_tunnel(&self, request: &Arc<TunnelRequest>) {
-        let mut open_tunnels = self.open_tunnels.lock();
-        open_tunnels.retain(|tunnel| tunnel.strong_count() > 0);
-        open_tunnels.push(Arc::downgrade(request));
-    }
-
-    /// As [`Self::wait_until_denied`], for a tunnel that has taken the connection. It also ends when the trust anchors no longer
-    /// verify the client's certificate.
-    async fn wait_until_tunnel_denied(self: Arc<Self>) {
-        tokio::select! {
-            () = self.clone().wait_until_denied() => {}
-            () = client_certificate::wait_untrusted(self.certificate.chain.as_deref()) => {
-                self.record_ended(Denied::CertificateUntrusted);
-            }
-        }
-    }
-
     /// Waits until the connection must end because the client's certificate has expired, or the trust anchors no longer verify it;
     /// the caller then closes the connection.
     ///
@@ -274,7 +229,7 @@ impl HttpConnection {
         };
         let denied = tokio::select! {
             () = self.end_expired(deadlines, &closer) => Denied::CertificateExpired,
-            () = chain.wait_revoked() => {
+            () = chain.wait_untrusted() => {
                 self.end_untrusted(&closer).await;
                 Denied::CertificateUntrusted
             }
@@ -321,70 +276,51 @@ impl HttpConnection {
     }
 
     fn has_open_tunnel(&self) -> bool {
-        self.open_tunnels.lock().iter().any(|tunnel| tunnel.strong_count() > 0)
+        self.authorized_routes
+            .lock()
+            .iter()
+            .any(|route| route.is_tunnel && route.is_in_progress())
     }
 
-    /// Records that the connection ends, with the requests and tunnels in progress.
-    fn record_ended(&self, denied: Denied) {
+    /// Records that the connection ends with the requests in progress, or that a tunnel ends.
+    pub(super) fn record_ended(&self, denied: Denied) {
         let (inbound, client) = (&self.inbound, self.addrs.client.0);
         let current = self.port_policy.current();
         let meta = &current.server_policy.meta;
         let labels = inbound.families.connection_labels(self.addrs.target, &self.tls, meta);
         inbound.families.record_tcp_terminated(&labels, denied);
-        info_limited!(inbound.log_limiter, client.ip(), "HTTP connection closed", %client, %denied);
+        info_limited!(inbound.log_limiter, client.ip(), "HTTP connection or tunnel closed", %client, %denied);
     }
 
-    /// Returns the reason if a policy denies a request or tunnel in progress. A request is permitted if any rule of the route with
-    /// the same name permits it. If the policy has no such route, the authorizations of the server decide. A CONNECT tunnel is also
-    /// denied if the rules forbid tunnels, and each tunnel if its request would now be refused.
+    /// Returns the reason if the policy denies a request in progress, as [`Self::check_route`] decides. Tunnels count only if
+    /// [`Self::closes_with_tunnels`].
     fn check_in_progress(&self, current: &ActivePolicy) -> Option<Denied> {
         let policy = &current.server_policy;
+        let includes_tunnels = self.closes_with_tunnels(policy);
+        let authorized_routes = self.authorized_routes.lock();
+        let mut in_progress = authorized_routes
+            .iter()
+            .filter(|route| route.is_in_progress() && (includes_tunnels || !route.is_tunnel));
+        in_progress.find_map(|in_progress| self.check_route(policy, &in_progress.metrics.route_meta).err())
+    }
+
+    /// Whether the policy closes the connection with its tunnels. A tunnel over HTTP/1 is the client's connection, and its task
+    /// closes it. A tunnel over HTTP/2 is closed alone, unless the client may send no request any more.
+    pub(super) fn closes_with_tunnels(&self, policy: &ServerPolicy) -> bool {
+        self.protocol == HttpVersion::Http2 && !self.is_authorized_by(policy)
+    }
+
+    /// A request on a route is permitted if any rule of the route with the same name permits it. If the policy has no such route, the
+    /// authorizations of the server decide.
+    pub(super) fn check_route(&self, policy: &ServerPolicy, route_meta: &Meta) -> Result<(), Denied> {
         let (client, tls) = (self.addrs.client.0.ip(), self.tls.to_connection_tls());
         let permit = |authorizations: &[Authorization]| authz::authorize(authorizations, client, tls).map(drop);
-        let routes = || policy.protocol.http().into_iter().flat_map(|http| http.routes.iter());
-        let authorized_routes = self.authorized_routes.lock();
-        let mut in_progress = authorized_routes.iter().filter(|route| route.is_in_progress());
-        let forbids_connect_tunnels = policy.protocol.http().is_some_and(ServerHttp::forbids_connect_tunnels);
-        let denied = in_progress.find_map(|in_progress| {
-            if in_progress.is_connect_tunnel && forbids_connect_tunnels {
-                return Some(Denied::ConnectTunnel);
-            }
-            let same_route = routes().filter(|route| route.meta == in_progress.metrics.route_meta);
-            let by_rule = same_route
-                .flat_map(|route| &route.rules)
-                .map(|rule| permit(&rule.action));
-            let by_route = by_rule.reduce(Result::or);
-            by_route.unwrap_or_else(|| permit(&policy.authorizations)).err()
-        });
-        denied.or_else(|| self.check_tunnels(current))
+        let routes = policy.protocol.http().into_iter().flat_map(|http| http.routes.iter());
+        let by_rule = routes
+            .filter(|route| *route.meta == *route_meta)
+            .flat_map(|route| &route.rules)
+            .map(|rule| permit(&rule.action));
+        let by_route = by_rule.reduce(Result::or);
+        by_route.unwrap_or_else(|| permit(&policy.authorizations))
     }
-
-    /// Returns the reason if the request of an open tunnel would now be refused.
-    fn check_tunnels(&self, current: &ActivePolicy) -> Option<Denied> {
-        let http = current.server_policy.protocol.http()?;
-        let open_tunnels = self.open_tunnels.lock();
-        let mut requests = open_tunnels.iter().filter_map(Weak::upgrade);
-        requests.find_map(|request| self.check_tunnel(&request, current, http).err())
-    }
-
-    /// # Errors
-    /// No rule matches the request, its rule does not permit the client, or a filter of the rule refuses the request.
-    fn check_tunnel(&self, request: &TunnelRequest, current: &ActivePolicy, http: &ServerHttp) -> Result<(), Denied> {
-        let attributes = request.attributes();
-        let found = current.find_route(http, attributes).ok().flatten();
-        let found = found.ok_or(Denied::TunnelRequest)?;
-        self.authorize_by_rule(&found)?;
-        if request.is_connect_tunnel && bypasses_rules(http, &found, &attributes) {
-            return Err(Denied::ConnectTunnel);
-        }
-        let filtered =
-            filters::apply_request_filters(&found.rule.filters, &mut request.to_request(), found.matched_prefix_len);
-        filtered.map(drop).map_err(|_| Denied::TunnelRequest)
-    }
-}
-
-/// Whether the bytes of a CONNECT tunnel would bypass user-defined rules: the application may read them as requests, which no rule
-/// would see. `found` is the rule for the CONNECT request.
-fn bypasses_rules<T>(http: &ServerHttp, found: &RouteMatch<'_, T>, attributes: &RequestAttributes<'_>) -> bool {
-    http.has_user_defined_rules() && !found.requires_request_method(attributes)
 }

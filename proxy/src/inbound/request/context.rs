@@ -1,6 +1,6 @@
 //! The context that all requests of an HTTP connection share.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use http::HeaderValue;
 use parking_lot::Mutex;
@@ -20,7 +20,7 @@ use crate::{
         gateway::{Gateway, GatewayConnection},
         policy::PortPolicy,
         profiles::{ProfileEntry, ProfileLimitReached},
-        request::{observe::AuthorizedRoutes, tunnel_request::TunnelRequest},
+        request::observe::AuthorizedRoutes,
     },
     tls::status::ServerTls,
 };
@@ -38,8 +38,6 @@ pub(in crate::inbound) struct HttpConnection {
     /// Value of `l5d-client-id` in every request; `None` if the client has no identity.
     pub(in crate::inbound) client_id: Option<HeaderValue>,
     pub(in crate::inbound) authorized_routes: Mutex<AuthorizedRoutes>,
-    /// The requests of tunnels that are open or wait for their response. Each tunnel holds a reference until it ends.
-    pub(in crate::inbound) open_tunnels: Mutex<Vec<Weak<TunnelRequest>>>,
     pub(in crate::inbound) cached_authority: Mutex<CachedAuthority>,
     /// Closes the HTTP/2 connection of an unauthorized client once a policy permits the client a request, so that the client
     /// reconnects with the normal limits. An HTTP/1 connection closes after its next response instead. `None` for authorized

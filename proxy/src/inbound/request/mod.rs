@@ -50,9 +50,9 @@ impl HttpConnection {
         if let Some(restored) = &restored {
             http1_over_http2::response_to_http2(&mut rsp, restored)?;
         }
-        let has_reduced_limits =
+        let is_now_authorized =
             || self.unauthorized_closer.is_some() && self.is_authorized_by(&self.port_policy.current().server_policy);
-        if self.certificate.is_closing() || has_reduced_limits() {
+        if self.certificate.is_closing() || is_now_authorized() {
             rsp.extensions_mut().insert(CloseAfterResponse);
         }
         Ok(rsp)
@@ -67,11 +67,10 @@ impl HttpConnection {
     ) -> Result<Response<Body>, Error> {
         let mut reply_channels = req.body_mut().take_reply_channels();
         self.clean_headers(req, reply_channels.upgrade.is_some());
-        let tunnel_request = reply_channels.upgrade.is_some().then(|| TunnelRequest::new(req));
-        let request_metrics = self.authorize_or_tap_denial(req)?; // I9
+        let (request_metrics, tunnel_request) = self.authorize_or_tap_denial(req, reply_channels.upgrade.is_some())?; // I9
         let mut route_guard = RouteRequestGuard::begin(request_metrics, req, started_at);
-        if let Some((client_tunnel, tunnel_request)) = reply_channels.upgrade.as_mut().zip(tunnel_request) {
-            self.close_tunnel_when_denied(client_tunnel, tunnel_request, &route_guard.metrics.route_metrics);
+        if let Some((client_tunnel, request)) = reply_channels.upgrade.as_mut().zip(tunnel_request.as_ref()) {
+            self.close_tunnel_when_denied(client_tunnel, request);
         }
         let profile = wait_profile(self.find_profile(req)).await;
         let profile_request = profile.map(|profile| {
@@ -86,7 +85,14 @@ impl HttpConnection {
         let tracer = self.inbound.tracer.as_ref();
         let server_span = trace::start_server_span(tracer, req);
         let client_span = trace::start_client_span(tracer, req);
-        let result = self.send_to_app(app, req, reply_channels).await; // I10
+        // I10
+        let result = match &tunnel_request {
+            None => self.send_to_app(app, req, reply_channels).await,
+            Some(request) => {
+                let sending = self.send_to_app(app, req, reply_channels);
+                Box::pin(self.send_unless_denied(request, sending)).await
+            }
+        };
         trace::finish(client_span, &result);
         trace::finish(server_span, &result);
         match result {
@@ -141,8 +147,12 @@ impl HttpConnection {
 
     /// Authorizes a request, and shows it to tap observers if it is denied. [`Self::authorize_and_send_to_app`] shows permitted
     /// requests.
-    fn authorize_or_tap_denial(&self, req: &mut Request<Body>) -> Result<RequestMetrics, Error> {
-        self.authorize(req).inspect_err(|error| {
+    fn authorize_or_tap_denial(
+        &self,
+        req: &mut Request<Body>,
+        asks_for_tunnel: bool,
+    ) -> Result<(RequestMetrics, Option<Arc<TunnelRequest>>), Error> {
+        self.authorize(req, asks_for_tunnel).inspect_err(|error| {
             if let Some(tapped) = self.start_tap(req, None, None) {
                 tapped.show_failure(error);
             }

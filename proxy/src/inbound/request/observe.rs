@@ -92,9 +92,8 @@ pub(in crate::inbound) struct AuthorizedRoute {
     pub(super) policy: Arc<ActivePolicy>,
     pub(super) route_ptr: usize,
     pub(super) authorization_ptr: usize,
-    /// Whether the requests are CONNECT tunnels. The rules of a port can forbid tunnels, because no rule is applied to requests
-    /// inside a tunnel.
-    pub(super) is_connect_tunnel: bool,
+    /// Whether the requests ask for tunnels, which are closed alone when a policy denies them.
+    pub(super) is_tunnel: bool,
     pub(super) metrics: Arc<AuthorizedRouteMetrics>,
 }
 

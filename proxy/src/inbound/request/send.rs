@@ -20,7 +20,7 @@ use crate::{
     },
     inbound::{
         gateway::{self, Gateway, GatewayConnection},
-        request::{context::HttpConnection, observe::RouteRequestGuard, tunnel_request::TunnelRequest},
+        request::{context::HttpConnection, observe::RouteRequestGuard},
     },
     trace,
 };
@@ -40,17 +40,20 @@ impl HttpConnection {
         );
         req.headers_mut().remove(names::L5D_CLIENT_ID); // the next proxy sets this header to the identity of this proxy
         let asks_for_tunnel = req.body_mut().client_tunnel_mut().is_some();
-        let tunnel_request = asks_for_tunnel.then(|| TunnelRequest::new(req));
-        let request_metrics = self.authorize(req)?;
+        let (request_metrics, tunnel_request) = self.authorize(req, asks_for_tunnel)?;
         let mut route_guard = RouteRequestGuard::begin(request_metrics, req, started_at);
-        if let Some((client_tunnel, tunnel_request)) = req.body_mut().client_tunnel_mut().zip(tunnel_request) {
-            self.close_tunnel_when_denied(client_tunnel, tunnel_request, &route_guard.metrics.route_metrics);
+        if let Some((client_tunnel, request)) = req.body_mut().client_tunnel_mut().zip(tunnel_request.as_ref()) {
+            self.close_tunnel_when_denied(client_tunnel, request);
         }
         let result = match gateway::check_loop(own_identity, client, Some(req)) {
             Ok(()) => {
                 gateway::append_forwarded_header(own_identity, client, req);
                 let span = trace::start_server_span(self.inbound.tracer.as_ref(), req);
-                let result = gateway.send(gateway_connection, req).await;
+                let sending = gateway.send(gateway_connection, req);
+                let result = match &tunnel_request {
+                    None => sending.await,
+                    Some(request) => self.send_unless_denied(request, sending).await,
+                };
                 trace::finish(span, &result);
                 result
             }

@@ -220,9 +220,9 @@ impl RequestConnector<'_> {
             return None;
         }
         // A preferred endpoint can take the request although it has no connection yet.
-        let may_use_fallback = dials.iter().any(|dial| dial.endpoint.spec.is_fallback);
+        let may_use_fallback = dials.iter().any(|dial| dial.endpoint.spec.is_fallback.get());
         let other = self.backend.pick_where(|other| {
-            (may_use_fallback || !other.spec.is_fallback)
+            (may_use_fallback || !other.spec.is_fallback.get())
                 && needs.request_protocol(other) == HttpVersion::Http2
                 && other.client(self.worker).has_http2_connection()
                 && self.is_alternative(other, tried, dials)

@@ -11,8 +11,8 @@ use tulle_proto::net::TcpAddress;
 
 use crate::policy::decode::fields::{DecodeError, client_meta, duration};
 use crate::policy::endpoint::{
-    EndpointSpec, EndpointTls, EndpointUpdate, FRAME_SIZES, Http2Params, KeepAlive, Locality, MAX_WINDOW, ProtocolHint,
-    Weight,
+    EndpointSpec, EndpointTls, EndpointUpdate, FRAME_SIZES, FallbackFlag, Http2Params, KeepAlive, Locality, MAX_WINDOW,
+    ProtocolHint, Weight,
 };
 
 /// Decodes a change to a set of endpoints. An endpoint that cannot be decoded is left out. One with incomplete keep-alive settings
@@ -109,7 +109,7 @@ pub(super) fn endpoint(
             .map(|message| http2_params(message, on_incomplete))
             .unwrap_or_default(),
         locality,
-        is_fallback: message.is_fallback,
+        is_fallback: FallbackFlag::new(message.is_fallback),
         resource: client_meta(message.resource_ref).ok(),
     })
 }
@@ -248,7 +248,7 @@ mod tests {
     fn endpoints_are_preferred_unless_they_are_fallback_endpoints() {
         for is_fallback in [false, true] {
             assert_eq!(
-                decode_endpoint(|addr| addr.is_fallback = is_fallback).is_fallback,
+                decode_endpoint(|addr| addr.is_fallback = is_fallback).is_fallback.get(),
                 is_fallback
             );
         }

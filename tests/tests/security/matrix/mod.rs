@@ -251,10 +251,7 @@ impl CellAtPort {
     /// Tries the cell and returns what was wrong.
     async fn mismatch(&self, n: usize, client: &Client, received_tokens: &ReceivedTokens) -> Option<String> {
         let Cell {
-            sent,
-            identity,
-            family,
-            ..
+            sent, identity, family, ..
         } = self.cell;
         let to = SocketAddr::new(family.server(), self.port);
         // The rate limit lets the first requests pass.

@@ -188,7 +188,12 @@ impl Testbed {
         // The servers of these services get their certificate from an identity service in the same process.
         command.args(["identity", "destination", "policy", "--identity-addr", "127.0.0.1:8079"]);
         command.arg("--manifests").arg(self.dir.path().join(manifests));
-        command.args(["--cluster-networks", CLUSTER_NETWORKS, "--default-policy", "all-authenticated"]);
+        command.args([
+            "--cluster-networks",
+            CLUSTER_NETWORKS,
+            "--default-policy",
+            "all-authenticated",
+        ]);
         let mut control = self.start("control-plane", command);
         control
             .wait_for_ports(&[port::DESTINATION, port::POLICY, CONTROL_ADMIN])
