@@ -37,6 +37,7 @@ use crate::identity::token_review::TokenReviews;
 use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
 use crate::listen::bind;
 use crate::mirror::ServiceMirror;
+use crate::mirror::config::Clients;
 use crate::remote::RemoteWatches;
 use crate::remote::references::ReferencedClusters;
 use crate::resources::event::EventSink;
@@ -154,7 +155,7 @@ impl App {
         let identity = builder.start_identity().await?;
         let report = builder.start_object_services(identity.as_ref()).await?;
         builder.start_webhooks().await?;
-        builder.start_service_mirror()?;
+        builder.start_service_mirror().await?;
         builder.start_heartbeat();
         builder.start_admin_servers(report.as_ref()).await?;
         Ok(Self {
@@ -619,14 +620,15 @@ impl Builder {
             .context("the API server is needed but not configured")
     }
 
-    fn start_service_mirror(&mut self) -> Result<()> {
+    async fn start_service_mirror(&mut self) -> Result<()> {
         let Some(config) = self.config.mirror.clone() else {
             return Ok(());
         };
-        let (mirror, drain) = (
-            ServiceMirror::new(&self.client()?, config, &self.registry),
-            self.drain.clone(),
-        );
+        let clients = Clients {
+            objects: self.client()?,
+            leases: kubernetes::client(&self.config.kubernetes, &self.registry).await?,
+        };
+        let (mirror, drain) = (ServiceMirror::new(clients, config, &self.registry), self.drain.clone());
         self.start("mirroring Services", async move {
             Box::pin(mirror.run(drain)).await;
             Ok(())

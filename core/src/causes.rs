@@ -307,7 +307,7 @@ pub const ALL: &[Cause] = &[
         Responsible::Policy,
         "404, NOT_FOUND",
         "A gateway does not serve this Service to other clusters, because its labels do not match the selector of the gateway, or because it does not exist.",
-        "Export the Service by the label `mirror.linkerd.io/exported`. If Links select Services by other labels, set `gateway.exportedServices` of the chart `tulle-multicluster` to their selector, in the cluster of the gateway, which is `hop`.",
+        "Export the Service by the label `mirror.linkerd.io/exported=true`. If Links select Services by other labels, set `gateway.exportedServices` of the chart `tulle-multicluster` to their selector, in the cluster of the gateway, which is `hop`.",
     ),
     cause(
         "gateway-loop",

@@ -87,7 +87,7 @@ fn report(state: &MulticlusterState) -> CategoryReport {
             checks.push(CheckReport::new(LINK_CRD_EXISTS, Err(problem)));
         }
         Ok(links) if !links.is_empty() => {
-            let link_checks: [(&str, LinkCheck); 14] = [
+            let link_checks: [(&str, LinkCheck); 15] = [
                 (LINK_CRD_EXISTS, |_, _| Ok(())),
                 ("Link resources are valid", each_cluster_has_one_link),
                 ("Link and CLI versions match", versions_match),
@@ -111,6 +111,10 @@ fn report(state: &MulticlusterState) -> CategoryReport {
                 ),
                 (CONTROLLERS_RUNNING, controllers_run),
                 ("extension is managing controllers", controllers_are_managed),
+                (
+                    "exported services of linked clusters are known",
+                    exported_services_are_known,
+                ),
                 ("probe services have a port for probes", probe_services_are_valid),
                 (GATEWAYS_REACHABLE, gateways_are_alive),
                 ("all mirror services have endpoints", mirrors_have_endpoints),
@@ -315,7 +319,26 @@ fn controllers_have_permissions(links: &[LinkState], state: &MulticlusterState) 
         |lines| {
             error(
                 listing("controllers without their account or permissions:", lines),
-                install_service_mirror(state),
+                format!(
+                    "{}; if the Role of the credentials is missing, apply the output of `tulle multicluster link-gen` for this Link again",
+                    install_service_mirror(state)
+                ),
+            )
+        },
+    )
+}
+
+fn exported_services_are_known(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
+    fail_unless_empty(
+        failure_lines(links, |link| link.status.as_ref().err().cloned()),
+        |lines| {
+            error(
+                listing(
+                    "Links whose mirrors do not change, because the linked cluster is not read:",
+                    lines,
+                ),
+                "end the cause; for a Secret that the service mirror may not read, apply the output of `tulle multicluster link-gen` for \
+             this Link again",
             )
         },
     )
@@ -374,8 +397,9 @@ fn controllers_are_managed(links: &[LinkState], state: &MulticlusterState) -> Ch
     fail_unless_empty(lines.collect(), |lines| {
         warning(
             listing("controllers that the deprecated command `link` created:", lines),
-            "install the service mirror for all Links (serviceMirror.enabled of the chart), and then: tulle multicluster unlink \
-             --cluster-name NAME --only-controller | kubectl delete -f -",
+            "install the service mirror for all Links (serviceMirror.enabled of the chart), apply the output of `tulle multicluster \
+             link-gen` for the Link again, by which it may read the credentials, and then: tulle multicluster unlink --cluster-name NAME \
+             --only-controller | kubectl delete -f -",
         )
     })
 }

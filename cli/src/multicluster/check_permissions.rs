@@ -1,8 +1,9 @@
 //! The account, roles and bindings of the controller of a Link.
 
 use anyhow::ensure;
+use tulle_core::names::multicluster::SERVICE_MIRROR;
 
-use super::extension::{LOCAL_ACCESS_OF_CHART, LegacyController, RBAC, SERVICE_MIRROR, find_object};
+use super::extension::{LOCAL_ACCESS_OF_CHART, LegacyController, RBAC, find_object};
 use crate::kubernetes::Cluster;
 
 /// Names of the objects that give a controller its permissions.
@@ -10,8 +11,8 @@ struct ObjectNames {
     account: String,
     cluster_role: String,
     cluster_role_binding: String,
-    /// The Role and its RoleBinding.
-    role: String,
+    /// The Roles, each with a RoleBinding of the same name.
+    roles: Vec<String>,
 }
 
 impl ObjectNames {
@@ -20,17 +21,18 @@ impl ObjectNames {
             account: format!("controller-{link}"),
             cluster_role: LOCAL_ACCESS_OF_CHART.to_owned(),
             cluster_role_binding: format!("{LOCAL_ACCESS_OF_CHART}-{link}"),
-            role: format!("controller-read-remote-creds-{link}"),
+            roles: vec![format!("controller-read-remote-creds-{link}")],
         }
     }
 
-    /// The names of the service mirror for all Links.
-    fn of_service_mirror() -> Self {
+    /// The names of the service mirror for all Links, and of the Role by which it may read the credentials of this one. `link-gen`
+    /// gives the Role the name of the Secret.
+    fn of_service_mirror(credentials_secret: &str) -> Self {
         Self {
             account: SERVICE_MIRROR.to_owned(),
             cluster_role: LOCAL_ACCESS_OF_CHART.to_owned(),
             cluster_role_binding: format!("{SERVICE_MIRROR}-access-local-resources"),
-            role: SERVICE_MIRROR.to_owned(),
+            roles: vec![SERVICE_MIRROR.to_owned(), credentials_secret.to_owned()],
         }
     }
 
@@ -41,20 +43,25 @@ impl ObjectNames {
             account: names.service_mirror,
             cluster_role: names.local_access.clone(),
             cluster_role_binding: names.local_access,
-            role: names.credentials,
+            roles: vec![names.credentials],
         }
     }
 }
 
-/// Checks that the objects exist which the chart creates for the controller of a Link or for the service mirror of all Links, or
-/// those which `link` creates.
+/// Checks that the objects exist which the chart creates for the controller of a Link, those which the chart and `link-gen` create for
+/// the service mirror of all Links, or those which `link` creates.
 ///
 /// # Errors
 /// Fails if objects are missing in all cases, with those of the case in which the fewest are missing.
-pub(super) async fn check(cluster: &Cluster, link: &str, namespace: &str) -> anyhow::Result<()> {
+pub(super) async fn check(
+    cluster: &Cluster,
+    link: &str,
+    namespace: &str,
+    credentials_secret: &str,
+) -> anyhow::Result<()> {
     let mut missing = missing_objects(cluster, &ObjectNames::of_chart(link), namespace).await?;
     for names in [
-        ObjectNames::of_service_mirror(),
+        ObjectNames::of_service_mirror(credentials_secret),
         ObjectNames::of_legacy_controller(link),
     ] {
         if missing.is_empty() {
@@ -72,13 +79,16 @@ pub(super) async fn check(cluster: &Cluster, link: &str, namespace: &str) -> any
 async fn missing_objects(cluster: &Cluster, names: &ObjectNames, namespace: &str) -> anyhow::Result<Vec<String>> {
     let namespace = Some(namespace);
     let mut missing = Vec::new();
-    for (api_version, kind, namespace, name) in [
+    let roles = names
+        .roles
+        .iter()
+        .flat_map(|name| [(RBAC, "Role", namespace, name), (RBAC, "RoleBinding", namespace, name)]);
+    let objects = [
         ("v1", "ServiceAccount", namespace, &names.account),
         (RBAC, "ClusterRole", None, &names.cluster_role),
         (RBAC, "ClusterRoleBinding", None, &names.cluster_role_binding),
-        (RBAC, "Role", namespace, &names.role),
-        (RBAC, "RoleBinding", namespace, &names.role),
-    ] {
+    ];
+    for (api_version, kind, namespace, name) in objects.into_iter().chain(roles) {
         let found = find_object(cluster, api_version, kind, namespace, name).await?;
         if found.is_none() {
             missing.push(format!("{kind} {name}"));
@@ -121,7 +131,7 @@ mod tests {
             control_plane_namespace: "linkerd".to_owned(),
             namespace: "default".to_owned(),
         };
-        check(&cluster, "east", "linkerd-multicluster").await
+        check(&cluster, "east", "linkerd-multicluster", "cluster-credentials-east").await
     }
 
     #[tokio::test]
@@ -130,6 +140,7 @@ mod tests {
             "linkerd-service-mirror",
             "linkerd-multicluster-controller-access-local-resources",
             "linkerd-service-mirror-access-local-resources",
+            "cluster-credentials-east",
         ])
         .await
         .unwrap();
@@ -150,6 +161,10 @@ mod tests {
         .unwrap();
         for (names, expected) in [
             (
+                SHARED_WITHOUT_CREDENTIALS,
+                "there is no Role cluster-credentials-east, no RoleBinding cluster-credentials-east",
+            ),
+            (
                 WITHOUT_CLUSTER_ROLE_BINDING,
                 "there is no ClusterRoleBinding linkerd-multicluster-controller-access-local-resources-east",
             ),
@@ -164,6 +179,12 @@ mod tests {
         }
     }
 
+    /// The output of `link-gen` was not applied, or is that of an older version.
+    const SHARED_WITHOUT_CREDENTIALS: &[&str] = &[
+        "linkerd-service-mirror",
+        "linkerd-multicluster-controller-access-local-resources",
+        "linkerd-service-mirror-access-local-resources",
+    ];
     const WITHOUT_CLUSTER_ROLE_BINDING: &[&str] = &[
         "controller-east",
         "linkerd-multicluster-controller-access-local-resources",

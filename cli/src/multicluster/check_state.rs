@@ -14,12 +14,11 @@ use tokio::time::timeout;
 use tulle_control::kubernetes::credentials_expiry::EXPIRY_WARNING;
 use tulle_control::kubernetes::{connect, remote_credentials};
 use tulle_control::resources::meta::NamespacedName;
-use tulle_core::names::{annotation, label};
+use tulle_core::names::{annotation, label, multicluster};
 
 use super::check_trust::{self, ClusterTrust};
 use super::extension::{
-    self, CONTROLLER_SELECTOR, CREDENTIALS_SECRET_TYPE, EXTENSION_SELECTOR, LegacyController, SERVICE_MIRROR, links,
-    target_cluster,
+    self, CONTROLLER_SELECTOR, CREDENTIALS_SECRET_TYPE, EXTENSION_SELECTOR, LegacyController, links, target_cluster,
 };
 use super::gateways::{self, Probes};
 use super::{check_permissions, check_routes};
@@ -57,6 +56,8 @@ pub(super) struct LinkState {
     pub(super) expiring_credentials: Vec<String>,
     /// Whether the objects that give its controller permissions exist.
     pub(super) permissions: Result<(), String>,
+    /// Whether its status has no cause why the exported Services cannot be read.
+    pub(super) status: Result<(), String>,
     /// Whether the Service through which its controller probes the gateway has the port for it.
     pub(super) probe_service: Result<(), String>,
     /// Whether the gateway responds to probes. The reason if this is not known.
@@ -163,11 +164,13 @@ async fn read_link_state(
         Err(cause) => Err(cause.clone()),
     };
     let namespace = link.namespace().unwrap_or_default();
-    let permissions = Box::pin(check_permissions::check(cluster, &name, &namespace)).await;
+    let secret = credentials_secret(link);
+    let permissions = Box::pin(check_permissions::check(cluster, &name, &namespace, secret)).await;
     let probe_service = Box::pin(check_probe_service(cluster, &name, &namespace)).await;
     LinkState {
         expiring_credentials: Box::pin(expiring_credentials(cluster, link)).await,
         permissions: permissions.map_err(|error| format!("{error:#}")),
+        status: check_status(link),
         probe_service: probe_service.map_err(|error| format!("{error:#}")),
         has_gateway: link.data["spec"]["gatewayAddress"]
             .as_str()
@@ -181,6 +184,22 @@ async fn read_link_state(
         name,
         target,
         gateway,
+    }
+}
+
+/// Fails with the cause why the exported Services cannot be read, if the controller has written one to the status. A Link without
+/// exported Services has none.
+fn check_status(link: &DynamicObject) -> Result<(), String> {
+    let status = &link.data["status"];
+    let entries = ["mirrorServices", "federatedServices"].map(|field| status[field].as_array());
+    let mut conditions = entries
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| &entry["conditions"][0]);
+    match conditions.find(|condition| condition["status"] == "Unknown") {
+        Some(condition) => Err(condition["message"].as_str().unwrap_or_default().to_owned()),
+        None => Ok(()),
     }
 }
 
@@ -302,19 +321,24 @@ async fn discovery_secrets(cluster: &Cluster) -> Result<Vec<DiscoverySecret>, ku
 /// of the port may differ from that of the gateway, because it is mapped to that in the endpoints of the Service.
 async fn check_probe_service(cluster: &Cluster, link: &str, namespace: &str) -> anyhow::Result<()> {
     let api: Api<Service> = Api::namespaced(cluster.client.clone(), namespace);
-    let of_chart = format!("probe-{link}");
+    let of_chart = multicluster::probe_service_of_chart(link);
+    let of_service_mirror = multicluster::probe_service(link);
     let of_legacy = LegacyController::new(link).probe_service;
-    for name in [&of_chart, &of_legacy] {
+    for name in [&of_chart, &of_service_mirror, &of_legacy] {
         let service = api.get_opt(name).await;
         let service = service.map_err(|error| anyhow!("reading Service {namespace}/{name}: {}", reason(&error)))?;
         if let Some(service) = service {
             let mut ports = service.spec.iter().flat_map(|spec| spec.ports.iter().flatten());
-            let has_port = ports.any(|port| port.name.as_deref() == Some(PROBE_PORT_NAME));
-            ensure!(has_port, "the Service {namespace}/{name} has no port {PROBE_PORT_NAME}");
+            let has_port = ports.any(|port| port.name.as_deref() == Some(multicluster::PROBE_PORT));
+            ensure!(
+                has_port,
+                "the Service {namespace}/{name} has no port {}",
+                multicluster::PROBE_PORT
+            );
             return Ok(());
         }
     }
-    bail!("there is no Service {namespace}/{of_chart}")
+    bail!("there is no Service {namespace}/{of_service_mirror} or {of_chart}")
 }
 
 async fn read_secret(cluster: &Cluster, namespace: &str, name: &str) -> anyhow::Result<Secret> {
@@ -345,7 +369,8 @@ async fn controllers(cluster: &Cluster) -> Result<Vec<Controller>, kube::Error> 
     };
     // Deployments of other programs can have these labels, too.
     let controllers = found.into_iter().map(controller);
-    let controllers = controllers.filter(|found| found.link_name.is_some() || found.name == SERVICE_MIRROR);
+    let controllers =
+        controllers.filter(|found| found.link_name.is_some() || found.name == multicluster::SERVICE_MIRROR);
     Ok(controllers.collect())
 }
 
@@ -411,9 +436,6 @@ fn has_addresses(endpoints: &Endpoints) -> bool {
     })
 }
 
-/// The name of the port through which gateways are probed.
-const PROBE_PORT_NAME: &str = "mc-probe";
-
 #[cfg(test)]
 mod tests {
     use std::convert::Infallible;
@@ -472,7 +494,12 @@ mod tests {
                 "http",
                 Err("the Service mesh/probe-east has no port mc-probe"),
             ),
-            ("probe-north", "mc-probe", Err("there is no Service mesh/probe-east")),
+            ("mirror-probe-east", "mc-probe", Ok(())),
+            (
+                "probe-north",
+                "mc-probe",
+                Err("there is no Service mesh/mirror-probe-east or probe-east"),
+            ),
         ] {
             let found = check_probes(service, port).await;
             assert_eq!(found, expected.map_err(str::to_owned), "{service}, {port}");

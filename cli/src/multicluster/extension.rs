@@ -7,6 +7,7 @@ use kube::{Api, ResourceExt as _};
 use serde_json::{Value, json};
 use tulle_control::kubernetes::remote_credentials::secret_name;
 use tulle_core::names::label;
+use tulle_core::names::multicluster::SERVICE_MIRROR;
 
 use crate::kubernetes::{Cluster, reason};
 
@@ -20,8 +21,6 @@ pub(super) const PROBE_SERVICE_PREFIX: &str = "probe-gateway-";
 /// The type of Secrets with credentials for another cluster.
 pub(super) const CREDENTIALS_SECRET_TYPE: &str = "mirror.linkerd.io/remote-kubeconfig";
 
-/// The Deployment and the account of the service mirror for all Links.
-pub(super) const SERVICE_MIRROR: &str = "linkerd-service-mirror";
 /// The role that the service mirror and all controllers of the chart share.
 pub(super) const LOCAL_ACCESS_OF_CHART: &str = "linkerd-multicluster-controller-access-local-resources";
 

@@ -2,7 +2,7 @@
 
 use anyhow::{bail, ensure};
 use serde_json::{Value, json};
-use tulle_core::names::label;
+use tulle_core::names::{label, multicluster};
 
 use super::extension::{LOCAL_ACCESS_OF_CHART, LegacyController, PROBE_SERVICE_PREFIX};
 use super::link_gen;
@@ -143,7 +143,7 @@ fn rename(object: &mut Value, link: &str) {
         (format!("controller-{link}"), &legacy.service_mirror),
         (format!("controller-read-remote-creds-{link}"), &legacy.credentials),
         (format!("remote-discovery-{link}"), &legacy.destination_credentials),
-        (format!("probe-{link}"), &legacy.probe_service),
+        (multicluster::probe_service_of_chart(link), &legacy.probe_service),
     ];
     for pointer in NAMES_OF_OBJECTS {
         let Some(name) = object.pointer_mut(pointer) else {
@@ -160,9 +160,10 @@ fn rename(object: &mut Value, link: &str) {
             *text = json!(legacy_text);
         }
     }
+    let probe_service = multicluster::probe_service_of_chart(link);
     let args = object.pointer_mut("/spec/template/spec/containers/0/args");
     for arg in args.and_then(Value::as_array_mut).into_iter().flatten() {
-        if *arg == format!("-probe-service=probe-{link}") {
+        if *arg == format!("-probe-service={probe_service}") {
             *arg = json!(format!("-probe-service={}", legacy.probe_service));
         }
     }

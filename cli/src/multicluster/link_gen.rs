@@ -15,7 +15,7 @@ use tulle_control::kubernetes::remote_credentials::secret_name;
 use tulle_control::resources::labels::Selector;
 use tulle_core::dns_names::is_dns_label;
 use tulle_core::duration;
-use tulle_core::names::{annotation, label};
+use tulle_core::names::{annotation, label, multicluster};
 
 use super::extension::{CREDENTIALS_SECRET_TYPE, DEFAULT_NAMESPACE, credentials_permissions};
 use crate::install::manifests::{Output, format_manifests};
@@ -378,7 +378,7 @@ fn gateway(args: &Args, service: &Service) -> anyhow::Result<Gateway> {
             .map_or_else(|| port("mc-gateway"), Ok)?,
         identity: required_annotation(annotation::GATEWAY_IDENTITY)?.clone(),
         probe_path: required_annotation(annotation::PROBE_PATH)?.clone(),
-        probe_port: port("mc-probe")?,
+        probe_port: port(multicluster::PROBE_PORT)?,
         probe_period: format!("{period}{}", if is_number { "s" } else { "" }),
     })
 }

@@ -162,8 +162,9 @@ impl Merger {
             let own = self.local.current();
             self.update_members(own.remote.as_deref());
             let merged = self.merge(&own);
-            let needs_others = self.needs_others(merged.preference, &own);
-            let deadline = needs_others.then(|| self.wait_deadline()).flatten();
+            // Also a client that gets fallback endpoints can begin without them, while the local endpoints serve it.
+            let must_have_remote_members = requires_remote_members(merged.preference, &own);
+            let deadline = must_have_remote_members.then(|| self.wait_deadline()).flatten();
             let is_first = sender.borrow().is_none();
             // After a reconnect, a client replaces its endpoints by those of the first message, so the first message must not omit
             // the endpoints of pending members too early.
@@ -188,8 +189,8 @@ impl Merger {
     }
 
     /// Whether clients get the endpoints of the members in other clusters.
-    fn needs_others(&self, preference: MemberPreference, own: &Endpoints) -> bool {
-        self.fallback == FallbackSupport::Supported || preference == MemberPreference::All || !own.serves_all_clients()
+    fn includes_remote_members(&self, preference: MemberPreference, own: &Endpoints) -> bool {
+        self.fallback == FallbackSupport::Supported || requires_remote_members(preference, own)
     }
 
     /// The time until which the first message waits for pending members. `None` if no member is pending, or if this time is over.
@@ -269,10 +270,10 @@ impl Merger {
             union.add(service, None, own.clone());
         }
         // While the local endpoints are terminating, they are not better than those of the other members.
-        union.are_others_fallback = self.fallback == FallbackSupport::Supported
+        union.are_remote_members_fallback = self.fallback == FallbackSupport::Supported
             && preference == MemberPreference::Local
             && !own.are_terminating;
-        if self.needs_others(preference, own) {
+        if self.includes_remote_members(preference, own) {
             for member in &mut self.members {
                 let Some((_, subscription)) = &mut member.subscription else {
                     continue;
@@ -280,8 +281,8 @@ impl Merger {
                 let RemoteService { cluster, name } = &member.service;
                 let service = NamespacedName::new(namespace.clone(), name.clone());
                 let mut endpoints = subscription.current();
-                if let Some(none) = endpoints.empty_if_port_is_missing(is_port_of_federated_service) {
-                    endpoints = Arc::new(PublishedValue::new(none));
+                if is_port_of_federated_service && !endpoints.is_port_listed {
+                    endpoints = Arc::new(PublishedValue::new(endpoints.without_port()));
                 }
                 union.add(service, Some(cluster.clone()), endpoints);
             }
@@ -302,7 +303,7 @@ struct DeduplicatedMembers<'a> {
     members: Vec<MemberEndpoints>,
     addrs: HashSet<SocketAddr>,
     /// Whether the members in other clusters are fallback endpoints.
-    are_others_fallback: bool,
+    are_remote_members_fallback: bool,
     remote_clusters: &'a RemoteClusters,
 }
 
@@ -311,7 +312,7 @@ impl<'a> DeduplicatedMembers<'a> {
         Self {
             members: Vec::new(),
             addrs: HashSet::new(),
-            are_others_fallback: false,
+            are_remote_members_fallback: false,
             remote_clusters,
         }
     }
@@ -339,7 +340,7 @@ impl<'a> DeduplicatedMembers<'a> {
             .extend(endpoints.endpoints.iter().map(|endpoint| endpoint.addr));
         self.members.push(MemberEndpoints {
             service,
-            is_fallback: self.are_others_fallback && cluster.is_some(),
+            is_fallback: self.are_remote_members_fallback && cluster.is_some(),
             cluster,
             endpoints,
         });
@@ -360,6 +361,11 @@ impl<'a> DeduplicatedMembers<'a> {
             );
         }
     }
+}
+
+/// Whether clients need the endpoints of the members in other clusters, because the local member does not serve all of them.
+fn requires_remote_members(preference: MemberPreference, own: &Endpoints) -> bool {
+    preference == MemberPreference::All || !own.serves_all_clients()
 }
 
 /// Waits until the endpoints of a member change.

@@ -2,8 +2,8 @@
 //!
 //! Recording never blocks or fails: notes go through a bounded queue to one task, and notes that do not fit are counted
 //! and dropped. Notes about one object with the same severity, reason and action become one Event. It has the message of the
-//! first note, and a series count that is updated every few seconds. A note that was recorded as a change becomes another Event if
-//! its message differs.
+//! first note, and a series count that is updated every few seconds. Notes that were recorded per message become one
+//! Event for each message.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -67,7 +67,7 @@ pub struct EventNote {
 struct QueuedNote {
     note: EventNote,
     /// Whether notes with other messages become other Events.
-    is_change: bool,
+    is_per_message: bool,
 }
 
 impl EventNote {
@@ -168,12 +168,18 @@ pub fn new_recorder(client: Client, reporter: Reporter, registry: &Registry) -> 
 impl EventRecorder {
     /// Queues a note. Never blocks.
     pub fn record(&self, note: EventNote) {
-        self.enqueue(QueuedNote { note, is_change: false });
+        self.enqueue(QueuedNote {
+            note,
+            is_per_message: false,
+        });
     }
 
-    /// Like [`record`](Self::record), for notes whose message is the news: one with another message becomes another Event.
-    pub fn record_change(&self, note: EventNote) {
-        self.enqueue(QueuedNote { note, is_change: true });
+    /// Like [`record`](Self::record), but notes with different messages become different Events.
+    pub fn record_per_message(&self, note: EventNote) {
+        self.enqueue(QueuedNote {
+            note,
+            is_per_message: true,
+        });
     }
 
     fn enqueue(&self, mut queued: QueuedNote) {
@@ -342,14 +348,14 @@ impl Reporter {
 
 impl SeriesKey {
     fn new(queued: &QueuedNote) -> Self {
-        let QueuedNote { note, is_change } = queued;
+        let QueuedNote { note, is_per_message } = queued;
         let regarding = &note.regarding;
         Self {
             regarding: [&regarding.kind, &regarding.namespace, &regarding.name, &regarding.uid].map(Clone::clone),
             severity: note.severity,
             reason: note.reason,
             action: note.action,
-            message: is_change.then(|| note.message.clone()),
+            message: is_per_message.then(|| note.message.clone()),
         }
     }
 }
@@ -442,7 +448,7 @@ mod tests {
     fn queued(name: &str) -> QueuedNote {
         QueuedNote {
             note: note(name, "x"),
-            is_change: false,
+            is_per_message: false,
         }
     }
 
@@ -526,7 +532,7 @@ mod tests {
         let (signal, drain) = drain::channel();
         let task = tokio::spawn(publisher.run(drain));
         for text in ["one", "two", "one"] {
-            recorder.record_change(note("web", text));
+            recorder.record_per_message(note("web", text));
         }
         for expected in ["one", "two"] {
             assert_eq!(requests.recv().await.unwrap().1["note"], expected);

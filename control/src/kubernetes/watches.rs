@@ -52,6 +52,8 @@ struct Shared {
 struct Failure {
     since: Instant,
     cause: String,
+    /// Whether the account may not list or watch the objects.
+    is_forbidden: bool,
 }
 
 /// Reports the changes and the failures of one watch.
@@ -158,6 +160,15 @@ impl Watches {
         lasting.next().map(|failure| failure.cause.clone())
     }
 
+    /// Like [`failure`](Self::failure), but only if the account may not list or watch the objects.
+    fn refusal(&self) -> Option<String> {
+        let failures = self.shared.failures.lock();
+        let mut lasting = failures
+            .values()
+            .filter(|failure| failure.is_forbidden && failure.reported_from() <= Instant::now());
+        lasting.next().map(|failure| failure.cause.clone())
+    }
+
     /// The next time at which a current failure has lasted long enough for [`failure`](Self::failure) to report it.
     pub(crate) fn next_failure_report_at(&self) -> Option<Instant> {
         let failures = self.shared.failures.lock();
@@ -167,14 +178,19 @@ impl Watches {
 }
 
 impl Shared {
-    fn record_failure(&self, kind: &str, cause: String) {
+    fn record_failure(&self, kind: &str, cause: String, is_forbidden: bool) {
         let mut failures = self.failures.lock();
         let known = failures.get(kind);
         if known.is_none_or(|known| known.cause != cause) {
             warn!("{cause}; retrying");
         }
         let since = known.map_or_else(Instant::now, |known| known.since);
-        failures.insert(kind.to_owned(), Failure { since, cause });
+        let failure = Failure {
+            since,
+            cause,
+            is_forbidden,
+        };
+        failures.insert(kind.to_owned(), failure);
     }
 
     fn record_success(&self, kind: &str) {
@@ -193,6 +209,7 @@ impl WatchReporter {
         let failure = Failure {
             since: Instant::now(),
             cause: format!("the first list of {kind} of the cluster {cluster} is not complete"),
+            is_forbidden: false,
         };
         self.shared.failures.lock().insert(kind.clone(), failure);
     }
@@ -254,7 +271,7 @@ where
                 }
                 Err(err) => {
                     let cause = format!("watching {kind} of the cluster {cluster}: {}", ErrorChain(&err));
-                    shared.record_failure(&kind, cause);
+                    shared.record_failure(&kind, cause, is_forbidden(&err));
                     failed = true;
                 }
             }
@@ -268,6 +285,15 @@ where
             // The next watch lists all objects again, which shows whether they can be read.
             sleep(retries.next_delay()).await;
         }
+    }
+}
+
+fn is_forbidden(err: &watcher::Error) -> bool {
+    match err {
+        watcher::Error::InitialListFailed(kube::Error::Api(status))
+        | watcher::Error::WatchStartFailed(kube::Error::Api(status))
+        | watcher::Error::WatchError(status) => status.code == 403,
+        _ => false,
     }
 }
 
@@ -285,7 +311,7 @@ async fn may_watch(client: &Client, kind: &ResourceAttributes, reporter: &WatchR
                     "asking whether {kind} of the cluster {cluster} can be watched: {}",
                     ErrorChain(&err)
                 );
-                reporter.shared.record_failure(kind, cause);
+                reporter.shared.record_failure(kind, cause, false);
                 reporter.shared.notify();
                 sleep(retries.next_delay()).await;
             }
@@ -385,17 +411,27 @@ impl SecretWatch {
         }
     }
 
+    /// Why the account may not read the Secret, also if it was permitted before, and the last known state stays.
+    pub(crate) fn refusal(&self) -> Option<String> {
+        self.watches.refusal()
+    }
+
     /// Waits until the state differs from `seen`.
     pub(crate) async fn changed_from(&mut self, seen: &SecretState) {
         while self.state().is_same(seen) {
-            let failure = self.watches.next_failure_report_at();
-            tokio::select! {
-                changed = self.changes.changed() => if changed.is_err() {
-                    // Does not happen, because the watches keep the sender.
-                    std::future::pending::<()>().await;
-                },
-                () = sleep_until(failure.unwrap_or_else(Instant::now)), if failure.is_some() => {}
-            }
+            self.changed().await;
+        }
+    }
+
+    /// Waits for a change since the last call of [`state`](Self::state): of the Secret, or whether it can be read.
+    pub(crate) async fn changed(&mut self) {
+        let failure = self.watches.next_failure_report_at();
+        tokio::select! {
+            changed = self.changes.changed() => if changed.is_err() {
+                // Does not happen, because the watches keep the sender.
+                std::future::pending::<()>().await;
+            },
+            () = sleep_until(failure.unwrap_or_else(Instant::now)), if failure.is_some() => {}
         }
     }
 }

@@ -1,4 +1,4 @@
-//! One controller for each Link of a namespace, while Links are created and deleted.
+//! Starts a controller for each new Link of a namespace, and stops it when the Link is deleted.
 //!
 //! Each Link has a lease of its own, which is that of a controller for this Link alone. So of both kinds of controllers, only one
 //! mirrors a Link.
@@ -7,27 +7,36 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use futures_util::future::join_all;
+use kube::ResourceExt as _;
 use kube::api::{Api, DynamicObject};
+use kube::runtime::reflector::Store;
 use kube::runtime::watcher;
-use kube::{Client, ResourceExt as _};
 use tokio::task::JoinSet;
 use tracing::info;
 use tulle_core::drain::{self, Watch};
 use tulle_core::metrics::Registry;
+use tulle_core::names::multicluster;
 
-use super::config::{Config, Scope};
+use super::config::{Clients, Config, ControllerScope};
 use super::controller::SharedState;
 use super::elected::ElectedController;
 use super::link::Link;
+use super::secret_access::SecretAccessWatch;
 use crate::kubernetes::watches::{WatchParams, Watches, is_listed};
 
 pub(super) struct AllLinks {
-    client: Client,
+    clients: Clients,
     config: Config,
     registry: Registry,
     /// Names of Links that are not mirrored.
     excluded: BTreeSet<String>,
     shared: SharedState,
+}
+
+/// The Links of the namespace.
+struct WatchedLinks {
+    watches: Watches,
+    store: Store<DynamicObject>,
 }
 
 /// The controller of one Link.
@@ -38,9 +47,9 @@ struct RunningLink {
 }
 
 impl AllLinks {
-    pub(super) fn new(client: &Client, config: Config, registry: &Registry, excluded: BTreeSet<String>) -> Self {
+    pub(super) fn new(clients: Clients, config: Config, registry: &Registry, excluded: BTreeSet<String>) -> Self {
         Self {
-            client: client.clone(),
+            clients,
             config,
             registry: registry.clone(),
             excluded,
@@ -50,34 +59,40 @@ impl AllLinks {
 
     /// Runs until the drain.
     pub(super) async fn run(self, drain: Watch) {
-        let mut watches = Watches::new("local");
-        let links = WatchParams {
-            api: Api::<DynamicObject>::namespaced_with(self.client.clone(), &self.config.namespace, &Link::resource()),
-            kind: Link::resource(),
-            config: watcher::Config::default(),
-            prune: |_| {},
-        };
-        let links = watches.watch(links, Arc::default());
-        let mut changes = watches.changes();
+        let links = self.watch_links();
+        let mut changes = links.watches.changes();
         let mut running: BTreeMap<String, RunningLink> = BTreeMap::new();
         loop {
             // Until the Links are listed, it is unknown which ones exist.
-            if is_listed(&links) {
-                let names = links.state().into_iter().map(|link| link.name_any());
-                let names: BTreeSet<_> = names.filter(|name| !self.excluded.contains(name)).collect();
-                self.update(&names, &mut running).await;
+            if is_listed(&links.store) {
+                self.update(&links, &mut running).await;
             }
             tokio::select! {
                 () = drain.signaled() => break,
-                // The sender is in `watches`.
+                // The sender is in `links`.
                 _ = changes.changed() => {}
             }
         }
         join_all(running.into_values().map(RunningLink::end)).await;
     }
 
+    fn watch_links(&self) -> WatchedLinks {
+        let (client, namespace) = (self.clients.objects.clone(), &self.config.namespace);
+        let links = WatchParams {
+            api: Api::<DynamicObject>::namespaced_with(client, namespace, &Link::resource()),
+            kind: Link::resource(),
+            config: watcher::Config::default(),
+            prune: |_| {},
+        };
+        let mut watches = Watches::new("local");
+        let store = watches.watch(links, Arc::default());
+        WatchedLinks { watches, store }
+    }
+
     /// Ends the controllers of Links that do not exist any more, and starts those of new Links.
-    async fn update(&self, names: &BTreeSet<String>, running: &mut BTreeMap<String, RunningLink>) {
+    async fn update(&self, links: &WatchedLinks, running: &mut BTreeMap<String, RunningLink>) {
+        let names = links.store.state().into_iter().map(|link| link.name_any());
+        let names: BTreeSet<_> = names.filter(|name| !self.excluded.contains(name)).collect();
         let (kept, ended): (BTreeMap<_, _>, BTreeMap<_, _>) = std::mem::take(running)
             .into_iter()
             .partition(|(name, _)| names.contains(name));
@@ -87,23 +102,35 @@ impl AllLinks {
         }
         join_all(ended.into_values().map(RunningLink::end)).await;
         for name in names {
-            if !running.contains_key(name) {
-                running.insert(name.clone(), self.start(name));
+            if !running.contains_key(&name) {
+                let controller = self.start(&name, links);
+                running.insert(name, controller);
             }
         }
     }
 
-    fn start(&self, link: &str) -> RunningLink {
+    fn start(&self, link: &str, links: &WatchedLinks) -> RunningLink {
         let config = Config {
-            scope: Scope::Link(link.to_owned()),
-            probe_service: Some(format!("probe-{link}")),
+            probe_service: Some(multicluster::probe_service(link)),
             ..self.config.clone()
         };
-        let shared = Some(self.shared.clone());
-        let controller = ElectedController::new(&self.client, config, &self.registry, shared);
+        let (scope, shared) = (ControllerScope::Link(link.to_owned()), Some(self.shared.clone()));
+        let controller = ElectedController::new(&self.clients, config, scope, &self.registry, shared);
+        let (access_watch, access) = SecretAccessWatch::new(
+            self.clients.objects.clone(),
+            (&self.config.namespace, link),
+            links.store.clone(),
+            links.watches.changes(),
+        );
         let (signal, drain) = drain::channel();
         let mut task = JoinSet::new();
-        task.spawn(controller.run(drain));
+        let link = link.to_owned();
+        task.spawn(async move {
+            tokio::select! {
+                () = controller.run_with_access(link, access, drain) => {}
+                never = access_watch.run() => match never {},
+            }
+        });
         RunningLink { signal, task }
     }
 }

@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use kube::Client;
+
 use super::link::{Exclusions, comma_separated};
 use crate::resources::labels::Selector;
 
@@ -12,7 +14,7 @@ pub struct Config {
     pub namespace: String,
     pub scope: Scope,
     /// The Service through which the gateway is probed. Default none: the gateway is not probed. With [`Scope::AllLinks`], each Link
-    /// has its own, `probe-` with the name of the Link, which is created if it does not exist.
+    /// has its own, which is created if it does not exist.
     pub probe_service: Option<String>,
     /// Whether the namespace of a mirror is created if this cluster does not have it. Default false.
     pub may_create_namespaces: bool,
@@ -33,6 +35,22 @@ pub enum Scope {
     /// The Services of the clusters of all Links except those with these names.
     AllLinks(BTreeSet<String>),
     /// The Services of this cluster, as members of federated Services.
+    ThisCluster(LocalMembers),
+}
+
+/// Clients of the API server of this cluster.
+#[derive(Clone)]
+pub struct Clients {
+    pub objects: Client,
+    /// With a queue and a rate limit of its own: no lease is lost while many mirrors are written.
+    pub leases: Client,
+}
+
+/// The Services that one controller mirrors.
+pub(super) enum ControllerScope {
+    /// See [`Scope::Link`].
+    Link(String),
+    /// See [`Scope::ThisCluster`].
     ThisCluster(LocalMembers),
 }
 

@@ -15,7 +15,7 @@ use kube::api::{Api, DynamicObject};
 use kube::runtime::watcher;
 use kube::{Client, ResourceExt as _};
 use parking_lot::Mutex;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{info, warn};
 use tulle_core::error_chain::ErrorChain;
@@ -23,11 +23,11 @@ use tulle_core::metrics::{Counter, Gauge, Labels, Registry};
 use tulle_core::names::label;
 
 use self::watched::{LocalObjects, RemoteObjects, probe_service, wait_for_change};
-use super::config::{Config, Scope};
+use super::config::{Config, ControllerScope, LocalMembers};
 use super::exported_endpoints::{prune_endpoints, prune_slice};
 use super::gateway::{self, GatewayChannels, cluster_label};
 use super::link::{ExportSelector, Link};
-use super::link_events::{LinkEvents, LinkProblem};
+use super::link_events::{self, LinkEvents, LinkProblem};
 use super::metrics::{ClusterSeries, Metrics, SeriesUsers, ZeroOnDrop};
 use super::plan::federated::{clusters_without_link, members_without_ports};
 use super::plan::inputs::{
@@ -37,9 +37,9 @@ use super::plan::{plan, plan_repairs};
 use super::probe_service::new_probe_service;
 use super::rejection_events::{LocalRejections, RejectionEvents};
 use super::status::{self, LinkStatus};
-use super::writer::{WriteHistory, Writer};
+use super::writer::{MAX_CONCURRENT_STEPS, WriteHistory, Writer};
 use crate::kubernetes::credentials_expiry::ExpiryReport;
-use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
+use crate::kubernetes::event_recorder::{self, EventPublisher, EventRecorder};
 use crate::kubernetes::lease::{Leadership, Role};
 use crate::kubernetes::request_layer::RequestRate;
 use crate::kubernetes::watches::{SecretState, SecretWatch, WatchParams, Watches};
@@ -50,6 +50,7 @@ use crate::resources::status::timestamp;
 pub(super) struct Controller {
     client: Client,
     config: Config,
+    scope: ControllerScope,
     registry: Registry,
     metrics: Metrics,
     writer: Writer,
@@ -60,11 +61,13 @@ pub(super) struct Controller {
 }
 
 /// What the controllers of several Links share in one process.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub(super) struct SharedState {
-    /// The watched objects of this cluster, while a controller is the leader.
+    /// The watched objects of this cluster, while a controller needs them.
     local: Arc<Mutex<Weak<LocalObjects>>>,
     series_users: SeriesUsers,
+    /// Limits the steps that are executed at a time.
+    step_permits: Arc<Semaphore>,
 }
 
 /// What the tasks of one Link share.
@@ -94,7 +97,7 @@ struct PlanState {
 struct WriteOutcome {
     planned: Plan,
     exporting: ExportingCluster,
-    local_cluster: LocalCluster,
+    local_cluster: Arc<LocalCluster>,
     /// The time at which the next failed step must be retried.
     retry_at: Option<Instant>,
 }
@@ -108,33 +111,39 @@ enum StatusWrite {
 }
 
 impl Controller {
-    /// `shared` is the state that all controllers of this process share, if there is one for each Link. No chart then creates a
-    /// Service through which the gateway is probed.
+    /// Also returns the task that publishes the Events. `shared` is the state that all controllers of this process share, if there is
+    /// one for each Link. No chart then creates a Service through which the gateway is probed.
     pub(super) fn new(
         client: Client,
         config: Config,
+        scope: ControllerScope,
         registry: &Registry,
-        link_events: LinkEvents,
         shared: Option<SharedState>,
-    ) -> Self {
+    ) -> (Self, EventPublisher) {
         let metrics = Metrics::new(registry);
-        Self {
+        let (link_events, event_publisher) = LinkEvents::new(client.clone(), &config.lease_holder, registry);
+        let creates_probe_service = shared.is_some();
+        let shared = shared.unwrap_or_default();
+        let controller = Self {
             writer: Writer {
                 client: client.clone(),
                 errors: metrics.errors.clone(),
+                permits: shared.step_permits.clone(),
             },
             client,
             config,
+            scope,
             registry: registry.clone(),
             metrics,
             link_events,
-            creates_probe_service: shared.is_some(),
-            shared: shared.unwrap_or_default(),
-        }
+            creates_probe_service,
+            shared,
+        };
+        (controller, event_publisher)
     }
 
-    /// Mirrors while this process is the leader. Never returns.
-    pub(super) async fn run(self, mut leadership: Leadership) {
+    /// Mirrors while this process is the leader.
+    pub(super) async fn run(&self, mut leadership: Leadership) -> Infallible {
         let mut role = leadership.role();
         loop {
             match role {
@@ -154,9 +163,9 @@ impl Controller {
     /// Mirrors until the returned future is dropped.
     async fn lead(&self) -> Infallible {
         let local = self.local_objects();
-        let name = match &self.config.scope {
-            Scope::Link(name) => name,
-            Scope::ThisCluster(_) | Scope::AllLinks(_) => match self.mirror_this_cluster(&local).await {},
+        let name = match &self.scope {
+            ControllerScope::Link(name) => name,
+            ControllerScope::ThisCluster(members) => match self.mirror_this_cluster(&local, members).await {},
         };
         let mut gateway = GatewayChannels::default();
         let (mut gateway_settings, mut has_reported_absence) = (None, false);
@@ -249,15 +258,16 @@ impl Controller {
             watches.watch_permitted(client.clone(), (all_links, size("link")), (own_links, size("link")));
         LocalObjects {
             services: watches.watch(services, size("service")),
-            endpoints: match self.config.scope {
-                Scope::Link(_) | Scope::AllLinks(_) => Some(watches.watch(endpoints, size("endpoints"))),
-                Scope::ThisCluster(_) => None,
+            endpoints: match self.scope {
+                ControllerScope::Link(_) => Some(watches.watch(endpoints, size("endpoints"))),
+                ControllerScope::ThisCluster(_) => None,
             },
             namespaces: watches.watch(namespaces, size("namespace")),
             links,
             own_links,
             namespace,
             watches,
+            snapshot: Mutex::default(),
         }
     }
 
@@ -346,10 +356,7 @@ impl Controller {
     }
 
     async fn mirror_exported_services(&self, context: LinkContext<'_>, client: &Client) -> Infallible {
-        let reporter = Reporter {
-            controller: "linkerd-service-mirror".to_owned(),
-            instance: self.config.lease_holder.clone(),
-        };
+        let reporter = link_events::reporter(&self.config.lease_holder);
         let (events, mut publisher) = event_recorder::new_recorder(client.clone(), reporter, &self.registry);
         let remote = self.watch_remote(context.link, client, events);
         tokio::select! {
@@ -534,10 +541,7 @@ impl Controller {
     }
 
     /// Adds the Services of this cluster to federated Services, and removes the members of clusters without a Link.
-    async fn mirror_this_cluster(&self, local: &LocalObjects) -> Infallible {
-        let Scope::ThisCluster(members) = &self.config.scope else {
-            return std::future::pending().await;
-        };
+    async fn mirror_this_cluster(&self, local: &LocalObjects, members: &LocalMembers) -> Infallible {
         let selector = ExportSelector::new(members.selector.clone());
         let mut state = PlanState::default();
         let mut rejections = LocalRejections::new(self.link_events.recorder(), &self.registry);
@@ -604,6 +608,23 @@ impl Controller {
         Some(now + delay)
     }
 
+    /// Reports why the Secret of a Link cannot be read, without the lease of the Link. The metrics stay until the returned future is
+    /// dropped.
+    pub(super) async fn report_unreadable_secret(&self, link: &str, cause: &str) -> Infallible {
+        let local = self.local_objects();
+        let mut changes = local.watches.changes();
+        let object = loop {
+            match local.link_object(link) {
+                Some(object) => break object,
+                None => wait_for_change(&mut changes).await,
+            }
+        };
+        let cluster = local.metrics_cluster(&object);
+        let _series = ClusterSeries::new(&self.registry, &self.shared.series_users, cluster);
+        self.report_unreadable(&local, link, &cause).await;
+        std::future::pending().await
+    }
+
     /// Reports in the status of the Link, an Event, the log and a metric why the exported Services cannot be read.
     async fn report_unreadable(&self, local: &LocalObjects, link: &str, cause: &(dyn std::fmt::Display + Sync)) {
         let cause = cause.to_string();
@@ -647,6 +668,16 @@ impl Controller {
             .registry
             .gauge(&format!("{kind}_cache_size"), "Objects of this kind that are known.");
         family.get(&Labels::new().with("cluster", cluster))
+    }
+}
+
+impl Default for SharedState {
+    fn default() -> Self {
+        Self {
+            local: Arc::default(),
+            series_users: SeriesUsers::default(),
+            step_permits: Arc::new(Semaphore::new(MAX_CONCURRENT_STEPS)),
+        }
     }
 }
 

@@ -18,9 +18,9 @@ use tracing::{info, warn};
 use tulle_core::backoff::Backoff;
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::metrics::{Counter, Family, Gauge, Histogram, Labels, Registry};
+use tulle_core::names::multicluster::PROBE_PORT;
 
 use super::link::{Gateway, ProbeSpec};
-use super::plan::objects::PROBE_PORT_NAME;
 use crate::kubernetes::connect;
 
 /// The Service through which the gateway is probed.
@@ -198,7 +198,7 @@ pub(super) async fn probe(
                 if !std::mem::replace(&mut has_warned, true) {
                     warn!(
                         cluster,
-                        "the gateway is not probed: there is no Service with a port {PROBE_PORT_NAME}; see -probe-service"
+                        "the gateway is not probed: there is no Service with a port {PROBE_PORT}; see -probe-service"
                     );
                 }
                 continue;

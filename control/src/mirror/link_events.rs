@@ -1,9 +1,10 @@
-//! Events on a Link, for those who created it: why it is not mirrored, and which of its settings are not used.
+//! Events on a Link: why it is not mirrored, and which settings are invalid.
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::api::DynamicObject;
 use kube::{Client, ResourceExt as _};
 use tulle_core::metrics::Registry;
+use tulle_core::names::multicluster;
 
 use super::link::Link;
 use crate::kubernetes::event_recorder::{self, EventNote, EventPublisher, EventRecorder, Reporter, Severity};
@@ -26,11 +27,7 @@ impl LinkEvents {
     /// Creates the recorder, and the task that publishes its Events. `client` is that of the local API server, and `instance` is the
     /// name of this process.
     pub(super) fn new(client: Client, instance: &str, registry: &Registry) -> (Self, EventPublisher) {
-        let reporter = Reporter {
-            controller: "linkerd-service-mirror".to_owned(),
-            instance: instance.to_owned(),
-        };
-        let (recorder, publisher) = event_recorder::new_recorder(client, reporter, registry);
+        let (recorder, publisher) = event_recorder::new_recorder(client, reporter(instance), registry);
         (Self(recorder), publisher)
     }
 
@@ -41,7 +38,7 @@ impl LinkEvents {
 
     /// Records a problem of a Link. The caller records it once, not at each retry.
     pub(super) fn record(&self, link: &DynamicObject, problem: LinkProblem, message: &str) {
-        self.0.record_change(note(link, problem, message));
+        self.0.record_per_message(note(link, problem, message));
     }
 
     /// Records the invalid settings of a Link.
@@ -49,6 +46,14 @@ impl LinkEvents {
         for warning in warnings {
             self.record(link, LinkProblem::InvalidSetting, warning);
         }
+    }
+}
+
+/// The reporter of all Events of a service mirror. `instance` is the name of the process.
+pub(super) fn reporter(instance: &str) -> Reporter {
+    Reporter {
+        controller: multicluster::SERVICE_MIRROR.to_owned(),
+        instance: instance.to_owned(),
     }
 }
 

@@ -23,15 +23,15 @@ mod metrics;
 mod plan;
 mod probe_service;
 mod rejection_events;
+mod secret_access;
 mod status;
 mod writer;
 
-use kube::Client;
 use tulle_core::drain::Watch;
 use tulle_core::metrics::Registry;
 
 use crate::mirror::all_links::AllLinks;
-use crate::mirror::config::{Config, Scope};
+use crate::mirror::config::{Clients, Config, ControllerScope, Scope};
 use crate::mirror::elected::ElectedController;
 #[cfg(any(test, fuzzing))]
 pub(crate) use crate::mirror::link::Link;
@@ -45,16 +45,17 @@ enum Controllers {
 }
 
 impl ServiceMirror {
-    pub fn new(client: &Client, config: Config, registry: &Registry) -> Self {
-        Self(match &config.scope {
+    pub fn new(clients: Clients, config: Config, registry: &Registry) -> Self {
+        let scope = match config.scope.clone() {
             Scope::AllLinks(excluded) => {
-                let excluded = excluded.clone();
-                Controllers::AllLinks(Box::new(AllLinks::new(client, config, registry, excluded)))
+                let all = AllLinks::new(clients, config, registry, excluded);
+                return Self(Controllers::AllLinks(Box::new(all)));
             }
-            Scope::Link(_) | Scope::ThisCluster(_) => {
-                Controllers::One(Box::new(ElectedController::new(client, config, registry, None)))
-            }
-        })
+            Scope::Link(name) => ControllerScope::Link(name),
+            Scope::ThisCluster(members) => ControllerScope::ThisCluster(members),
+        };
+        let controller = ElectedController::new(&clients, config, scope, registry, None);
+        Self(Controllers::One(Box::new(controller)))
     }
 
     /// Runs until the drain.

@@ -7,10 +7,11 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::ResourceExt as _;
 use kube::api::DynamicObject;
 use tulle_core::dns_names::is_dns_label;
+use tulle_core::names::multicluster::PROBE_PORT;
 use tulle_core::names::{label, port};
 
 use super::link::Link;
-use super::plan::objects::{PROBE_PORT_NAME, new_service};
+use super::plan::objects::new_service;
 use crate::resources::meta::NamespacedName;
 
 /// The Service as the chart creates it, with the Link as its owner: Kubernetes deletes it with the Link. `None` if it cannot have this
@@ -35,7 +36,7 @@ pub(super) fn new_probe_service(link: &DynamicObject, name: &NamespacedName) -> 
     let labels = labels.map(|(name, value)| (name.to_owned(), value));
     // The number is that of the chart. The endpoints map it to the port of the gateway.
     let port = ServicePort {
-        name: Some(PROBE_PORT_NAME.to_owned()),
+        name: Some(PROBE_PORT.to_owned()),
         port: port::ADMIN.into(),
         protocol: Some("TCP".to_owned()),
         ..ServicePort::default()
@@ -60,7 +61,7 @@ mod tests {
         });
         let link: DynamicObject = serde_json::from_value(link).unwrap();
         let created = |name: &str| new_probe_service(&link, &NamespacedName::new("multicluster", name));
-        let service = serde_json::to_value(created("probe-to-east").unwrap()).unwrap();
+        let service = serde_json::to_value(created("mirror-probe-to-east").unwrap()).unwrap();
         let labels = json!({
             "linkerd.io/extension": "multicluster", "mirror.linkerd.io/cluster-name": "east",
             "mirror.linkerd.io/mirrored-gateway": "true",
@@ -74,6 +75,6 @@ mod tests {
             service["spec"]["ports"],
             json!([{"name": "mc-probe", "port": 4191, "protocol": "TCP"}])
         );
-        assert!(created("probe-to.east").is_none());
+        assert!(created("mirror-probe-to.east").is_none());
     }
 }

@@ -1,6 +1,7 @@
 //! Executes the steps of plans, and retries failed steps.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::{FutureExt as _, StreamExt as _, stream};
@@ -10,6 +11,7 @@ use kube::api::{Api, DeleteParams, ObjectMeta, PostParams, Preconditions};
 use kube::{Client, Error, Resource, ResourceExt as _};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 use tracing::{info, warn};
 use tulle_core::error_chain::ErrorChain;
@@ -23,6 +25,8 @@ use crate::resources::meta::NamespacedName;
 pub(super) struct Writer {
     pub(super) client: Client,
     pub(super) errors: Family<Counter>,
+    /// One for each step that is executed at a time, by all writers of this process.
+    pub(super) permits: Arc<Semaphore>,
 }
 
 /// The results of earlier writes.
@@ -112,6 +116,8 @@ impl Writer {
     }
 
     async fn execute_step(&self, step: &Step) -> Result<(), WriteError> {
+        // Without the limit, the steps of one Link would delay those of all others until they time out. It is never closed.
+        let _permit = self.permits.acquire().await;
         for write in &step.writes {
             // The timeout limits the time for which a slow admission webhook delays other steps.
             let written = timeout(WRITE_TIMEOUT, self.execute_write(write)).await;
@@ -198,4 +204,59 @@ const MAX_RETRY_DELAY: Duration = Duration::from_secs(60);
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Number of attempts to create an object that already exists, after which this counts as a failure.
 const MAX_STALE_ATTEMPTS: u32 = 5;
-const MAX_CONCURRENT_STEPS: usize = 16;
+/// Maximum number of steps that one process executes at a time, for all Links.
+pub(super) const MAX_CONCURRENT_STEPS: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use http::{Request, Response};
+    use kube::client::Body;
+    use tulle_core::metrics::Registry;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn the_writers_of_all_links_send_a_limited_number_of_requests_at_a_time() {
+        let n_requests = Arc::new(AtomicUsize::new(0));
+        let n_sent = n_requests.clone();
+        let api = tower::service_fn(move |_: Request<Body>| {
+            n_sent.fetch_add(1, Ordering::Relaxed);
+            std::future::pending::<Result<Response<Body>, Infallible>>()
+        });
+        let writer = Writer {
+            client: Client::new(api, "default"),
+            errors: Registry::new().counter("errors", "Errors."),
+            permits: Arc::new(Semaphore::new(MAX_CONCURRENT_STEPS)),
+        };
+        let steps = (0..MAX_CONCURRENT_STEPS).map(|n| {
+            let name = NamespacedName::new("shop", format!("web-{n}"));
+            let known = ObjectVersion {
+                name: name.clone(),
+                uid: None,
+                resource_version: None,
+            };
+            Step {
+                name,
+                writes: vec![Write::DeleteService(known)],
+                source_version: None,
+            }
+        });
+        let plan = Plan {
+            steps: steps.collect(),
+            ..Plan::default()
+        };
+        let (mut first, mut second) = (WriteHistory::default(), WriteHistory::default());
+        let both = async {
+            tokio::join!(
+                writer.execute("east", &plan, &mut first),
+                writer.execute("north", &plan, &mut second),
+            )
+        };
+        // No request gets a response, and the next ones are sent when these have timed out.
+        assert!(timeout(WRITE_TIMEOUT / 2, both).await.is_err());
+        assert_eq!(n_requests.load(Ordering::Relaxed), MAX_CONCURRENT_STEPS);
+    }
+}

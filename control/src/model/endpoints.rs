@@ -31,14 +31,13 @@ impl Endpoints {
         !self.endpoints.is_empty() && !self.are_terminating && self.scope != TrafficScope::Node
     }
 
-    /// The endpoints of a member of a federated Service that lacks a port of it: none, because the number of the port means nothing
-    /// to the pods of the member. `None` if the member has the port, or if the federated Service does not list it either.
-    pub fn empty_if_port_is_missing(&self, is_port_of_federated_service: bool) -> Option<Self> {
-        let is_missing = is_port_of_federated_service && !self.is_port_listed;
-        is_missing.then(|| Self {
+    /// The endpoints of a member of a federated Service that lacks a port which the federated Service lists: none, because the number
+    /// of the port means nothing to the pods of the member.
+    pub fn without_port(&self) -> Self {
+        Self {
             existence: self.existence,
             ..Self::default()
-        })
+        }
     }
 
     pub fn get(&self, addr: SocketAddr) -> Option<&Arc<Endpoint>> {

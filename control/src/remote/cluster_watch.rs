@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 use tulle_core::drain::Watch;
 use tulle_core::error_chain::ErrorChain;
-use tulle_core::metrics::{Gauge, Labels, Registry};
+use tulle_core::metrics::{Family, Gauge, Labels, Registry};
 use tulle_core::readiness::Readiness;
 
 use crate::cluster::remote_clusters::{AllClusters, RemoteCluster};
@@ -28,7 +28,7 @@ use crate::source::kubernetes::{RemoteConfig, SourceError, run_remote};
 pub(super) struct RemoteClusterWatch {
     /// The cluster's name in labels and annotations.
     pub(super) name: Arc<str>,
-    pub(super) secret: watch::Sender<SecretSearch>,
+    pub(super) secret: watch::Sender<SecretPresence>,
     pub(super) clusters: AllClusters,
     /// Client of the local API server.
     pub(super) client: Client,
@@ -39,15 +39,15 @@ pub(super) struct RemoteClusterWatch {
     pub(super) drain: Watch,
 }
 
-/// Whether the Secret of a cluster is known.
+/// Whether there is a Secret of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum SecretSearch {
+pub(super) enum SecretPresence {
     /// It is not known yet whether there is a Secret.
-    Running,
+    Unknown,
     /// There is none, or it cannot be read.
-    NotFound,
-    /// There is one, or its endpoints are still served after its deletion.
-    Found,
+    Absent,
+    /// There is one, or the endpoints are still served after its deletion.
+    Present,
 }
 
 pub(super) struct Gauges {
@@ -55,6 +55,8 @@ pub(super) struct Gauges {
     pub(super) n_listed: Arc<Gauge>,
     /// 1 while the endpoints of this cluster are known and up to date.
     pub(super) is_up_to_date: Arc<Gauge>,
+    /// Seconds until the credentials for each cluster expire.
+    pub(super) credentials_expiry: Family<Gauge>,
 }
 
 /// The watches of the other cluster, which end when it is dropped.
@@ -77,7 +79,7 @@ impl RemoteClusterWatch {
             let state = secret_watch.state();
             match &state {
                 SecretState::Present(secret) => {
-                    self.secret.send_replace(SecretSearch::Found);
+                    self.secret.send_replace(SecretPresence::Present);
                     if connection.is_none()
                         && let RemoteCluster::Unlinked = self.clusters.remote.get(&self.name)
                     {
@@ -114,13 +116,14 @@ impl RemoteClusterWatch {
                         tokio::select! {
                             () = secret_watch.changed_from(&state) => continue,
                             () = sleep(self.unlink_delay) => {}
+                            never = self.report_expiry_of(&mut connection) => match never {},
                         }
                         info!(cluster = %self.name, "the cluster is no longer linked, because its Secret was deleted");
                         connection = None;
                         self.gauges.is_up_to_date.set(0);
                     }
                     self.set_state(RemoteCluster::Unlinked);
-                    self.secret.send_replace(SecretSearch::NotFound);
+                    self.secret.send_replace(SecretPresence::Absent);
                 }
                 SecretState::Unreadable(cause) => {
                     let (cluster, secret) = (&self.name, secret_name(&self.name));
@@ -130,12 +133,15 @@ impl RemoteClusterWatch {
                          tulle-multicluster, or the cluster in `linkedClusters` of tulle-control-plane"
                     );
                     if connection.is_none() {
-                        self.secret.send_replace(SecretSearch::NotFound);
+                        self.secret.send_replace(SecretPresence::Absent);
                     }
                 }
                 SecretState::Unknown => {}
             }
-            secret_watch.changed_from(&state).await;
+            tokio::select! {
+                () = secret_watch.changed_from(&state) => {}
+                never = self.report_expiry_of(&mut connection) => match never {},
+            }
         }
     }
 
@@ -203,10 +209,7 @@ impl RemoteClusterWatch {
     }
 
     fn expiry_report(&self, expires_at: u64) -> ExpiryReport {
-        let seconds_left = self.registry.gauge(
-            "tulle_remote_cluster_credentials_expiry_seconds",
-            "Seconds until the credentials with which the endpoints in another cluster are read expire, updated every minute.",
-        );
+        let seconds_left = self.gauges.credentials_expiry.clone();
         ExpiryReport::new(expires_at, seconds_left, ("cluster", self.name.to_string()))
     }
 
@@ -220,6 +223,15 @@ impl RemoteClusterWatch {
             warn!(cluster = %self.name, secret, hours, "the credentials for the cluster expire soon; create the Secret again");
         };
         expiry.run(warn).await
+    }
+
+    /// Like [`report_expiry`](Self::report_expiry), for the credentials of the connection. Its series also begins again if newer
+    /// credentials had one, which has ended because they gave no connection.
+    async fn report_expiry_of(&self, connection: &mut Option<Connection>) -> Infallible {
+        match connection {
+            Some(connection) => self.report_expiry(&mut connection.expiry).await,
+            None => std::future::pending().await,
+        }
     }
 
     /// Waits until a watch ends by a panic, and returns the cause. Waits forever without a connection, and after the drain.
@@ -353,13 +365,14 @@ mod tests {
         let (_signal, drain) = drain::channel();
         let watch = RemoteClusterWatch {
             name: "east".into(),
-            secret: watch::Sender::new(SecretSearch::Running),
+            secret: watch::Sender::new(SecretPresence::Unknown),
             clusters: clusters.clone(),
             client,
             registry: registry.clone(),
             gauges: Gauges {
                 n_listed: n_listed.clone(),
                 is_up_to_date: gauge("tulle_remote_cluster_up_to_date"),
+                credentials_expiry: registry.gauge("tulle_remote_cluster_credentials_expiry_seconds", "A gauge."),
             },
             unlink_delay: Duration::from_secs(60),
             drain,

@@ -2,7 +2,7 @@
 //!
 //! A cluster is watched while a Service of this cluster refers to it, with the credentials in the Secret
 //! `cluster-credentials-<name>` in the namespace of the control plane. A cluster that cannot be read keeps its last endpoints.
-//! Clusters for which there is no Secret take turns if there are many of them, and never take the place of one with a Secret.
+//! If there are many clusters without a Secret, they are watched in rotation. They never end the watch of one with a Secret.
 //!
 //! RBAC in this cluster: `list` and `watch` on the Secrets of the linked clusters, each by its name. In the other
 //! cluster: `list` and `watch` on `services`, `endpointslices` (or `endpoints`) and `pods`; and, if this is permitted,
@@ -26,7 +26,7 @@ use tulle_core::drain::Watch;
 use tulle_core::metrics::{Family, Gauge, Labels, Registry};
 
 use crate::cluster::remote_clusters::{AllClusters, RemoteCluster};
-use crate::remote::cluster_watch::{Gauges, RemoteClusterWatch, SecretSearch};
+use crate::remote::cluster_watch::{Gauges, RemoteClusterWatch, SecretPresence};
 use crate::remote::references::ReferencedClusters;
 
 /// Watches the clusters to which Services refer, and keeps what this cluster knows about them up to date.
@@ -36,6 +36,7 @@ pub struct RemoteWatches {
     registry: Registry,
     n_listed: Arc<Gauge>,
     up_to_date: Family<Gauge>,
+    credentials_expiry: Family<Gauge>,
     unlink_delay: Duration,
     drain: Watch,
 }
@@ -43,7 +44,7 @@ pub struct RemoteWatches {
 /// A cluster that is watched, with its task.
 struct WatchedCluster {
     task: JoinSet<Infallible>,
-    secret_search: watch::Receiver<SecretSearch>,
+    secret_presence: watch::Receiver<SecretPresence>,
     /// `None` while a Service refers to the cluster.
     unreferenced_since: Option<Instant>,
 }
@@ -52,11 +53,11 @@ struct WatchedCluster {
 #[derive(Default)]
 struct WatchTable {
     watched: HashMap<Arc<str>, WatchedCluster>,
-    /// The last turn of each cluster whose watch was ended for another cluster.
-    turns: HashMap<Arc<str>, u64>,
-    n_turns: u64,
-    /// The time at which clusters without a Secret give their places to others. `None` while no cluster waits for a place.
-    next_turn_at: Option<Instant>,
+    /// For each cluster whose watch was ended for another cluster, the number of the rotation that ended it.
+    last_rotations: HashMap<Arc<str>, u64>,
+    n_rotations: u64,
+    /// The time at which the watches of clusters without a Secret are ended for others. `None` while no cluster waits.
+    next_rotation_at: Option<Instant>,
 }
 
 impl RemoteWatches {
@@ -69,12 +70,17 @@ impl RemoteWatches {
             "tulle_remote_cluster_up_to_date",
             "1 while the endpoints in another cluster to which Services refer are known and up to date, 0 while they are not known, or the last known ones are served.",
         );
+        let credentials_expiry = registry.gauge(
+            "tulle_remote_cluster_credentials_expiry_seconds",
+            "Seconds until the credentials with which the endpoints in another cluster are read expire, updated every minute.",
+        );
         Self {
             client,
             clusters,
             registry,
             n_listed,
             up_to_date,
+            credentials_expiry,
             unlink_delay: UNLINK_DELAY,
             drain,
         }
@@ -96,7 +102,7 @@ impl RemoteWatches {
             }
             self.start_watches(&mut watches, &wanted).await;
             let next_expiry = watches.watched.values().filter_map(WatchedCluster::expires_at).min();
-            let next_step = next_expiry.into_iter().chain(watches.next_turn_at).min();
+            let next_step = next_expiry.into_iter().chain(watches.next_rotation_at).min();
             tokio::select! {
                 () = references.changed() => {}
                 () = sleep_until(next_step.unwrap_or_else(Instant::now)), if next_step.is_some() => {}
@@ -105,12 +111,12 @@ impl RemoteWatches {
         }
     }
 
-    /// Watches the wanted clusters. Those without a Secret take turns if there are too many of them.
+    /// Watches the wanted clusters. If too many of them have no Secret, these are watched in rotation.
     async fn start_watches(&self, watches: &mut WatchTable, wanted: &[Arc<str>]) {
         let waiting = watches.waiting(wanted);
         let mut n_free = MAX_WATCHES_WITHOUT_SECRET.saturating_sub(watches.n_without_secret());
         if waiting.len() > n_free {
-            match watches.next_turn_at {
+            match watches.next_rotation_at {
                 None => {
                     let n = waiting.len() + watches.n_without_secret();
                     warn!(
@@ -118,18 +124,21 @@ impl RemoteWatches {
                          the Secrets of the others are noticed late"
                     );
                 }
-                Some(at) if at <= Instant::now() => n_free += watches.end_turns(wanted, waiting.len() - n_free).await,
+                Some(at) if at <= Instant::now() => {
+                    let n_waiting = waiting.len() - n_free;
+                    n_free += watches.rotate_watches_without_secret(wanted, n_waiting).await;
+                }
                 Some(_) => {}
             }
             let is_later = |at: &Instant| *at > Instant::now();
-            let next_turn_at = watches.next_turn_at.filter(is_later);
-            watches.next_turn_at = Some(next_turn_at.unwrap_or_else(|| Instant::now() + TURN_INTERVAL));
+            let next_rotation_at = watches.next_rotation_at.filter(is_later);
+            watches.next_rotation_at = Some(next_rotation_at.unwrap_or_else(|| Instant::now() + ROTATION_INTERVAL));
         } else {
-            watches.next_turn_at = None;
+            watches.next_rotation_at = None;
         }
         for name in waiting.into_iter().take(n_free) {
             // A cluster that was watched before keeps its state until its Secret is found.
-            if !watches.turns.contains_key(&name) {
+            if !watches.last_rotations.contains_key(&name) {
                 self.clusters
                     .remote
                     .set(&name, RemoteCluster::Pending { since: Instant::now() });
@@ -140,7 +149,7 @@ impl RemoteWatches {
     }
 
     fn start_watch(&self, name: &Arc<str>) -> WatchedCluster {
-        let (secret, secret_search) = watch::channel(SecretSearch::Running);
+        let (secret, secret_presence) = watch::channel(SecretPresence::Unknown);
         let watch = RemoteClusterWatch {
             name: name.clone(),
             secret,
@@ -150,6 +159,7 @@ impl RemoteWatches {
             gauges: Gauges {
                 n_listed: self.n_listed.clone(),
                 is_up_to_date: self.up_to_date.get(&Labels::new().with("cluster", name)),
+                credentials_expiry: self.credentials_expiry.clone(),
             },
             unlink_delay: self.unlink_delay,
             drain: self.drain.clone(),
@@ -158,7 +168,7 @@ impl RemoteWatches {
         task.spawn(watch.run());
         WatchedCluster {
             task,
-            secret_search,
+            secret_presence,
             unreferenced_since: None,
         }
     }
@@ -183,7 +193,7 @@ impl WatchTable {
             cluster.task.shutdown().await;
             ended.push(name);
         }
-        let forgotten = self.turns.extract_if(|name, _| !wanted.contains(name));
+        let forgotten = self.last_rotations.extract_if(|name, _| !wanted.contains(name));
         ended.extend(
             forgotten
                 .map(|(name, _)| name)
@@ -192,35 +202,36 @@ impl WatchTable {
         ended
     }
 
-    /// The wanted clusters that are not watched. First those that were not watched yet, then those whose last turn was the earliest.
+    /// The wanted clusters that are not watched. First those that were not watched yet, then those whose watches
+    /// were ended first.
     fn waiting(&self, wanted: &[Arc<str>]) -> Vec<Arc<str>> {
         let waiting = wanted.iter().filter(|name| !self.watched.contains_key(*name));
         let mut waiting: Vec<_> = waiting.cloned().collect();
-        waiting.sort_by_key(|name| self.turns.get(name).copied());
+        waiting.sort_by_key(|name| self.last_rotations.get(name).copied());
         waiting
     }
 
     /// The number of watched clusters for which no Secret is known.
     fn n_without_secret(&self) -> usize {
-        let without = |cluster: &&WatchedCluster| *cluster.secret_search.borrow() != SecretSearch::Found;
+        let without = |cluster: &&WatchedCluster| *cluster.secret_presence.borrow() != SecretPresence::Present;
         self.watched.values().filter(without).count()
     }
 
     /// Ends the watches of at most `max` clusters that have no Secret, the last ones in the order of `wanted`. Returns their number.
-    async fn end_turns(&mut self, wanted: &[Arc<str>], max: usize) -> usize {
+    async fn rotate_watches_without_secret(&mut self, wanted: &[Arc<str>], max: usize) -> usize {
         let ranks: HashMap<_, _> = wanted.iter().enumerate().map(|(rank, name)| (name, rank)).collect();
-        let can_end = |cluster: &WatchedCluster| *cluster.secret_search.borrow() == SecretSearch::NotFound;
+        let can_end = |cluster: &WatchedCluster| *cluster.secret_presence.borrow() == SecretPresence::Absent;
         let ending = self.watched.iter().filter(|(_, cluster)| can_end(cluster));
         let mut ending: Vec<_> = ending.map(|(name, _)| name.clone()).collect();
         ending.sort_by_key(|name| Reverse(ranks.get(name).copied().unwrap_or(usize::MAX)));
-        ending.truncate(max.min(MAX_PLACES_PER_TURN));
-        self.n_turns += 1;
+        ending.truncate(max.min(MAX_WATCHES_ROTATED));
+        self.n_rotations += 1;
         let n_ended = ending.len();
         for name in ending {
             if let Some(mut cluster) = self.watched.remove(&name) {
                 cluster.task.shutdown().await;
             }
-            self.turns.insert(name, self.n_turns);
+            self.last_rotations.insert(name, self.n_rotations);
         }
         n_ended
     }
@@ -240,12 +251,12 @@ const UNLINK_DELAY: Duration = Duration::from_secs(60);
 /// Maximum number of watched clusters for which no Secret is known. Everyone who may edit a Service can refer to a cluster, and each
 /// watch takes requests to the local API server. Clusters with a Secret are not limited, because an administrator has linked them.
 const MAX_WATCHES_WITHOUT_SECRET: usize = 200;
-/// Interval at which other clusters without a Secret are watched, if there are more of them than places. It is longer than it takes
+/// Interval at which other clusters without a Secret are watched, if there are more of them than can be watched. It is longer than it takes
 /// until a Secret counts as unreadable.
-const TURN_INTERVAL: Duration = Duration::from_secs(10);
-/// Maximum number of clusters that give their places to others at a time. The other places stay with the same clusters, those of
-/// namespaces that refer to few clusters, so that their Secrets are noticed at once.
-const MAX_PLACES_PER_TURN: usize = 20;
+const ROTATION_INTERVAL: Duration = Duration::from_secs(10);
+/// Maximum number of watches that one rotation ends for others. The other clusters stay watched, those of namespaces that refer to few
+/// clusters, so that their Secrets are noticed at once.
+const MAX_WATCHES_ROTATED: usize = 20;
 
 #[cfg(test)]
 mod tests {
@@ -365,7 +376,7 @@ mod tests {
 
     /// Names without a Secret, which everyone who may edit a Service can write, do not take the place of a cluster with a Secret.
     #[tokio::test(start_paused = true)]
-    async fn clusters_without_a_secret_take_turns_and_one_with_a_secret_stays_watched() {
+    async fn clusters_without_a_secret_are_watched_in_rotation_and_one_with_a_secret_stays_watched() {
         let registry = Registry::new();
         let (_signal, drain) = drain::channel();
         let clusters = AllClusters::from(Cluster::new(Config::default(), &registry));
@@ -384,7 +395,7 @@ mod tests {
         let n_open = |name: &str| requests.lock().1.get(name).copied().unwrap_or_default();
         let n_lists = |name: &str| requests.lock().0.iter().filter(|listed| *listed == name).count();
 
-        // The names come before `east`, so they have the first turn.
+        // The names come before `east`, so they are watched first.
         sleep(Duration::from_secs(5)).await;
         assert_eq!(
             (n_lists("east"), requests.lock().0.len()),
@@ -394,7 +405,7 @@ mod tests {
 
         sleep(Duration::from_secs(200)).await;
         for name in &names {
-            assert!(n_lists(name) > 0, "{name} had no turn");
+            assert!(n_lists(name) > 0, "{name} was not watched");
             assert!(matches!(clusters.remote.get(name), RemoteCluster::Unlinked), "{name}");
         }
         let n_open_in_total: usize = requests.lock().1.values().sum();

@@ -8,7 +8,8 @@ use crate::show::show;
 
 const WEB: &str = "web.shop.svc.cluster.local:80";
 const POD: &str = "db-0.db.shop.svc.cluster.local:5432";
-const EXPORTED: &str = "mirror.linkerd.io/exported";
+/// The selector of the chart.
+const EXPORTED: &str = "mirror.linkerd.io/exported in (true,remote-discovery)";
 const EXPORTED_LABEL: &str = "mirror.linkerd.io/exported: \"true\"";
 
 /// What the proxy of a gateway with this selector sends to both services.
@@ -73,6 +74,12 @@ async fn a_gateway_serves_the_services_that_its_selector_matches() {
     for (labels, selector, expected) in [
         (EXPORTED_LABEL, EXPORTED, true),
         ("mirror.linkerd.io/exported: remote-discovery", EXPORTED, true),
+        ("mirror.linkerd.io/exported: \"false\"", EXPORTED, false),
+        (
+            "mirror.linkerd.io/exported: \"false\"",
+            "mirror.linkerd.io/exported",
+            true,
+        ),
         ("mirror.linkerd.io/federated: member", EXPORTED, false),
         ("", EXPORTED, false),
         // Without a selector, as in Linkerd.

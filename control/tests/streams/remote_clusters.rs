@@ -272,6 +272,13 @@ async fn members_that_are_known_are_served_while_another_cluster_stays_unknown()
     let start = Instant::now();
     let mut local = mesh.get("local.shop.svc.cluster.local:80").await.unwrap();
     assert_eq!(next_summary(&mut local).await, "+10.1.0.1:8080");
+    // A client that supports fallback endpoints does not wait for them either.
+    let node1 = r#"{"ns":"shop","nodeName":"node1"}"#;
+    let mut with_fallback = mesh
+        .get_with_fallback("local.shop.svc.cluster.local:80", node1)
+        .await
+        .unwrap();
+    assert_eq!(next_marked(&mut with_fallback).await, "+10.1.0.1:8080");
     assert!(start.elapsed() < Duration::from_secs(1));
     // The wait is counted from the time when the cluster became unknown, not from the request. Otherwise, clients that give up
     // earlier would never be served.
@@ -285,6 +292,7 @@ async fn members_that_are_known_are_served_while_another_cluster_stays_unknown()
     assert_eq!(next_summary(&mut stream).await, "+10.1.0.1:8080");
     let _east = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
     assert_eq!(next_summary(&mut stream).await, "+10.2.0.1:8080");
+    assert_eq!(next_marked(&mut with_fallback).await, "+10.2.0.1:8080?");
 }
 
 #[tokio::test]

@@ -65,11 +65,36 @@ pub mod telemetry {
     pub const TAPS: &str = "taps";
 }
 
+/// Names of the multicluster extension.
+pub mod multicluster {
+    use crate::dns_names::is_dns_label;
+
+    /// The Deployment and the account of the service mirror for all Links.
+    pub const SERVICE_MIRROR: &str = "linkerd-service-mirror";
+    /// The port of a gateway that answers probes, and the port of the Service through which a gateway is probed.
+    pub const PROBE_PORT: &str = "mc-probe";
+
+    /// The Service that the chart creates for the controller of one Link, which probes the gateway through it.
+    pub fn probe_service_of_chart(link: &str) -> String {
+        format!("probe-{link}")
+    }
+
+    /// The Service that the service mirror for all Links creates to probe the gateway of a Link. Its name is not that of the chart,
+    /// because Helm does not install a Service over one that it has not created. Only for a Link whose name is too long, it is.
+    pub fn probe_service(link: &str) -> String {
+        let name = format!("mirror-probe-{link}");
+        match is_dns_label(&name) {
+            true => name,
+            false => probe_service_of_chart(link),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
 
-    use super::{annotation, header, label, variable};
+    use super::{annotation, header, label, multicluster, variable};
 
     #[test]
     fn names_are_unique_in_their_table() {
@@ -86,6 +111,18 @@ mod tests {
             let mut seen = BTreeSet::new();
             let repeated: Vec<_> = names.iter().filter(|name| !seen.insert(**name)).collect();
             assert!(repeated.is_empty(), "more than once: {repeated:?}");
+        }
+    }
+
+    #[test]
+    fn a_probe_service_has_a_valid_name_that_is_not_that_of_the_chart_if_possible() {
+        let long = "x".repeat(51);
+        for (link, expected) in [
+            ("east", "mirror-probe-east".to_owned()),
+            (&long[1..], format!("mirror-probe-{}", &long[1..])),
+            (&long, format!("probe-{long}")),
+        ] {
+            assert_eq!(multicluster::probe_service(link), expected);
         }
     }
 

@@ -123,7 +123,7 @@ fn the_node_selector_and_tolerations_at_the_top_are_those_of_the_local_service_m
 fn the_gateway_serves_exported_services_unless_another_selector_is_set() {
     let annotation = "config.tulle.dev/gateway-exported-services";
     for (values, expected) in [
-        (&[][..], json!("mirror.linkerd.io/exported")),
+        (&[][..], json!("mirror.linkerd.io/exported in (true,remote-discovery)")),
         (
             &["--set-string=gateway.exportedServices=team in (a\\,b)"],
             json!("team in (a,b)"),

@@ -28,7 +28,7 @@ use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tulle_control::mirror::ServiceMirror;
-use tulle_control::mirror::config::{Config, LocalMembers, Scope};
+use tulle_control::mirror::config::{Clients, Config, LocalMembers, Scope};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_tests::charts::{Helm, install_custom_resources};
@@ -57,8 +57,12 @@ impl Mirror {
     async fn start_with(server: &ApiServer, account: &str, config: Config) -> Self {
         let access = server.service_account_kubeconfig(NAMESPACE, account).await.unwrap();
         let client = kubeconfig::client(&access).await.unwrap();
+        let clients = Clients {
+            objects: client.clone(),
+            leases: client,
+        };
         let (registry, (signal, drain)) = (Registry::new(), drain::channel());
-        let mirror = ServiceMirror::new(&client, config, &registry);
+        let mirror = ServiceMirror::new(clients, config, &registry);
         let running = tokio::spawn(mirror.run(drain));
         Self {
             registry,

@@ -39,6 +39,7 @@ fn link(name: &str) -> LinkState {
         discovery_secret: Ok(()),
         expiring_credentials: Vec::new(),
         permissions: Ok(()),
+        status: Ok(()),
         probe_service: Ok(()),
         gateway: Ok(()),
     }
@@ -271,6 +272,12 @@ fn each_problem_of_a_link_is_found() {
             "service mirror controller has required permissions",
             report::Outcome::Error,
             "east: there is no Role r",
+        ),
+        (
+            with_link(|link| link.status = Err("watching services failed".to_owned())),
+            "exported services of linked clusters are known",
+            report::Outcome::Error,
+            "east: watching services failed",
         ),
         (
             with_link(|link| link.probe_service = Err("it has no port".to_owned())),

@@ -59,11 +59,14 @@ impl View for EndpointsView {
                     .service(&name)
                     .filter(|member| member.kind != ServiceKind::ExternalName);
                 let endpoints = member.map(|member| local_endpoints(reader, config, member, key));
-                let endpoints = endpoints.unwrap_or_default();
+                let mut endpoints = endpoints.unwrap_or_default();
+                if is_port_listed && !endpoints.is_port_listed {
+                    endpoints = endpoints.without_port();
+                }
                 Endpoints {
                     is_port_listed,
                     remote,
-                    ..endpoints.empty_if_port_is_missing(is_port_listed).unwrap_or(endpoints)
+                    ..endpoints
                 }
             }
             Some(_) => Endpoints {

@@ -6,6 +6,8 @@
 //! process was paused for longer stops when its task runs again, before the task sends a request. Another candidate acquires the
 //! lease 27 to 30 seconds after the last renewal.
 //!
+//! A [`LeaseReader`] tells a process that does not compete whether another one holds the lease.
+//!
 //! RBAC: `get`, `create` and `update` on `leases` in the namespace of the lease, and `get` on `deployments` there if an
 //! owner is configured.
 
@@ -24,10 +26,10 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::{Api, PostParams};
 use kube::{Client, Error, ResourceExt as _};
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tracing::{debug, info, warn};
 use tulle_core::drain::Watch;
-use tulle_core::metrics::{Gauge, Labels, Registry};
+use tulle_core::metrics::{Family, Gauge, Labels, Registry};
 
 use crate::kubernetes::lease::election::{Election, LeaseDecision, Record};
 use crate::kubernetes::lease::timing::LeaseTiming;
@@ -69,7 +71,21 @@ pub struct Candidate {
     /// Whether a write was ever sent. A write without a response may have been applied.
     has_sent_write: bool,
     role: watch::Sender<Role>,
-    gauge: Arc<Gauge>,
+    gauge: RoleGauge,
+}
+
+/// Whether this process holds the lease. The series ends when this is dropped.
+struct RoleGauge {
+    family: Family<Gauge>,
+    series: Arc<Gauge>,
+    lease: String,
+}
+
+/// Reads a lease for which this process does not compete.
+pub(crate) struct LeaseReader {
+    leases: Api<Lease>,
+    name: String,
+    election: Election,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -85,7 +101,6 @@ enum LeaseError {
 /// Creates the task that competes for a lease, and the handle to its result.
 pub fn new_candidate(client: &Client, config: Config, registry: &Registry) -> (Candidate, Leadership) {
     let (role, leadership) = watch::channel(Role::Follower);
-    let gauge = registry.gauge("leader_election_master_status", "Whether this process holds the lease.");
     let candidate = Candidate {
         leases: Api::namespaced(client.clone(), &config.namespace),
         deployments: Api::namespaced(client.clone(), &config.namespace),
@@ -94,7 +109,7 @@ pub fn new_candidate(client: &Client, config: Config, registry: &Registry) -> (C
         had_owner: false,
         has_sent_write: false,
         role,
-        gauge: gauge.get(&Labels::new().with("name", &config.name)),
+        gauge: RoleGauge::new(registry, &config.name),
         config,
     };
     (candidate, Leadership(leadership))
@@ -328,7 +343,7 @@ impl Candidate {
             .send_if_modified(|current| std::mem::replace(current, role) != role);
         if changed {
             let (namespace, name) = (&self.config.namespace, &self.config.name);
-            self.gauge.set(i64::from(role == Role::Leader));
+            self.gauge.series.set(i64::from(role == Role::Leader));
             match role {
                 Role::Leader => info!("acquired the lease {namespace}/{name}"),
                 Role::Follower => info!("lost the lease {namespace}/{name}"),
@@ -339,6 +354,55 @@ impl Candidate {
                 .as_ref()
                 .and_then(|lease| lease.spec.as_ref()?.holder_identity.as_deref());
             debug!(lease = self.config.name, holder, "this process does not hold the lease");
+        }
+    }
+}
+
+impl RoleGauge {
+    fn new(registry: &Registry, lease: &str) -> Self {
+        let family = registry.gauge("leader_election_master_status", "Whether this process holds the lease.");
+        Self {
+            series: family.get(&Labels::new().with("name", lease)),
+            family,
+            lease: lease.to_owned(),
+        }
+    }
+}
+
+impl Drop for RoleGauge {
+    fn drop(&mut self) {
+        self.family.remove_series("name", &self.lease);
+    }
+}
+
+impl LeaseReader {
+    pub(crate) fn new(client: &Client, config: &Config) -> Self {
+        Self {
+            leases: Api::namespaced(client.clone(), &config.namespace),
+            name: config.name.clone(),
+            election: Election::new(config.holder.clone(), config.timing),
+        }
+    }
+
+    /// Waits until another process holds the lease, or until none does. A lease whose holder does not renew it is not held.
+    pub(crate) async fn wait_until_held(&mut self, expected: bool) {
+        while self.is_held().await != Some(expected) {
+            sleep(READ_INTERVAL).await;
+        }
+    }
+
+    /// `None` if the lease cannot be read.
+    async fn is_held(&mut self) -> Option<bool> {
+        let sent_at = Instant::now();
+        match with_timeout(REQUEST_TIMEOUT, self.leases.get_opt(&self.name)).await {
+            Ok(lease) => {
+                let decision = self.election.observe(lease.as_ref().map(record), sent_at);
+                Some(decision == LeaseDecision::Wait)
+            }
+            Err(err) => {
+                debug!(lease = self.name, error = %err, "reading the lease failed");
+                None
+            }
         }
     }
 }
@@ -363,6 +427,9 @@ async fn with_timeout<T>(limit: Duration, call: impl Future<Output = Result<T, E
 
 /// Timeout of one request. It permits two attempts before leadership ends, and is long enough for a slow API server.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Interval at which a process that does not compete reads a lease.
+const READ_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Maximum time for which the release of the lease delays a shutdown.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);

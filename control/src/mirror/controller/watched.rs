@@ -8,7 +8,9 @@ use kube::ResourceExt as _;
 use kube::api::DynamicObject;
 use kube::core::PartialObjectMeta;
 use kube::runtime::reflector::Store;
+use parking_lot::Mutex;
 use tokio::sync::watch;
+use tulle_core::names::multicluster::PROBE_PORT;
 
 use crate::kubernetes::event_recorder::EventRecorder;
 use crate::kubernetes::watches::{Watches, is_listed};
@@ -16,7 +18,7 @@ use crate::mirror::exported_endpoints::{ExportedEndpoints, endpoints_by_service}
 use crate::mirror::gateway::{ProbeService, ProbeTarget};
 use crate::mirror::link::Link;
 use crate::mirror::plan::inputs::{ExportingCluster, LinkAge, LocalCluster};
-use crate::mirror::plan::objects::{PROBE_PORT_NAME, object_name};
+use crate::mirror::plan::objects::object_name;
 use crate::resources::meta::NamespacedName;
 
 /// The watched objects of this cluster.
@@ -32,6 +34,9 @@ pub(super) struct LocalObjects {
     pub(super) own_links: Store<DynamicObject>,
     /// The namespace of the Link that is mirrored.
     pub(super) namespace: String,
+    /// The last result of [`cluster`](Self::cluster), with the number of the last change that it contains. All controllers of this
+    /// process need it after each change.
+    pub(super) snapshot: Mutex<Option<(u64, Arc<LocalCluster>)>>,
 }
 
 /// The watched objects of the linked cluster.
@@ -81,13 +86,15 @@ impl LocalObjects {
         }))
     }
 
-    /// The oldest Link that names the same cluster, if it is not this one. Only the oldest Link is mirrored; otherwise both Links
-    /// would write the same mirrors.
+    /// The oldest Link of this namespace that names the same cluster, if it is not this one. Only the oldest Link is mirrored;
+    /// otherwise both Links would write the same mirrors. Links of other namespaces do not count: whoever may create one there must
+    /// not be able to stop this one.
     fn older_link(&self, link: &DynamicObject) -> Option<NamespacedName> {
         let own = link_age(link)?;
         let links = self.known_links();
         let ages = links.iter().filter_map(|link| link_age(link));
-        let oldest = ages.filter(|other| other.cluster == own.cluster).min()?;
+        let rivals = ages.filter(|other| other.cluster == own.cluster && other.namespace == own.namespace);
+        let oldest = rivals.min()?;
         (oldest < own).then(|| NamespacedName::new(&*oldest.namespace, &*oldest.name))
     }
 
@@ -108,7 +115,21 @@ impl LocalObjects {
         }
     }
 
-    pub(super) fn cluster(&self) -> LocalCluster {
+    pub(super) fn cluster(&self) -> Arc<LocalCluster> {
+        let mut snapshot = self.snapshot.lock();
+        // Read before the objects, so that no later change is missed.
+        let change = *self.watches.changes().borrow();
+        match &*snapshot {
+            Some((known, cluster)) if *known == change => cluster.clone(),
+            _ => {
+                let cluster = Arc::new(self.new_snapshot());
+                *snapshot = Some((change, cluster.clone()));
+                cluster
+            }
+        }
+    }
+
+    fn new_snapshot(&self) -> LocalCluster {
         let is_active = |namespace: &Arc<PartialObjectMeta<Namespace>>| namespace.metadata.deletion_timestamp.is_none();
         let namespaces = self.namespaces.state().into_iter().filter(is_active);
         LocalCluster {
@@ -146,7 +167,7 @@ pub(super) fn probe_service(service: Option<&Arc<Service>>) -> ProbeService {
 fn probe_target(service: &Service) -> Option<ProbeTarget> {
     let spec = service.spec.as_ref()?;
     let mut ports = spec.ports.iter().flatten();
-    let port = ports.find(|port| port.name.as_deref() == Some(PROBE_PORT_NAME))?;
+    let port = ports.find(|port| port.name.as_deref() == Some(PROBE_PORT))?;
     let name = object_name(&service.metadata);
     Some(ProbeTarget {
         host: format!("{}.{}", name.name, name.namespace),
@@ -211,13 +232,15 @@ mod tests {
             links: writer.as_reader(),
             own_links: Writer::new(Link::resource()).as_reader(),
             namespace: "mesh".to_owned(),
+            snapshot: Mutex::default(),
         }
     }
 
     #[test]
     fn links_of_other_namespaces_count_as_links_of_their_cluster() {
         let local = local(["other/to-west west", "mesh/to-east east"]);
-        let mut linked: Vec<_> = local.cluster().links.into_iter().map(|link| link.cluster).collect();
+        let cluster = local.cluster();
+        let mut linked: Vec<_> = cluster.links.iter().map(|link| &*link.cluster).collect();
         linked.sort_unstable();
         assert_eq!(linked, ["east", "west"]);
         assert_eq!(local.link("to-east").unwrap().unwrap().cluster, "east");
@@ -226,16 +249,22 @@ mod tests {
     }
 
     #[test]
-    fn the_older_of_two_links_to_a_cluster_is_mirrored_also_if_it_is_in_another_namespace() {
-        let younger = local(["other/first east", "mesh/to-east east"]);
-        let cause = "the older Link other/first names the same cluster".to_owned();
+    fn of_two_links_to_a_cluster_in_one_namespace_the_older_is_mirrored() {
+        let younger = local(["mesh/first east", "mesh/to-east east"]);
+        let cause = "the older Link mesh/first names the same cluster".to_owned();
         assert_eq!(younger.link("to-east"), Some(Err(cause)));
         // Its metrics are not those of the older Link.
         let metrics_cluster = |local: &LocalObjects| local.metrics_cluster(&local.link_object("to-east").unwrap());
         assert_eq!(metrics_cluster(&younger), "mesh/to-east");
-        let older = local(["mesh/to-east east", "other/first east"]);
-        assert!(older.link("to-east").unwrap().is_ok());
-        assert_eq!(metrics_cluster(&older), "east");
+        // An older Link of another namespace does not stop it.
+        for links in [
+            ["mesh/to-east east", "mesh/second east"],
+            ["other/first east", "mesh/to-east east"],
+        ] {
+            let mirrored = local(links);
+            assert!(mirrored.link("to-east").unwrap().is_ok(), "{links:?}");
+            assert_eq!(metrics_cluster(&mirrored), "east", "{links:?}");
+        }
     }
 
     #[test]

@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::net::IpAddr;
 
 use k8s_openapi::api::core::v1::{EndpointAddress, EndpointPort, EndpointSubset, Endpoints, Service};
-use tulle_core::names::{annotation, label};
+use tulle_core::names::{annotation, label, multicluster};
 
 use super::headless::{headless_subsets, is_headless, is_pod_mirror_of, pod_mirror};
 use super::inputs::{GatewayState, Inputs, Linked, MirrorStatus, Plan, Rejection, Write};
 use super::objects::{
-    PROBE_PORT_NAME, check_mirror, check_name_length, contains_all, copied_annotations, copied_labels, differs,
-    is_mirror_of, mirror_labels, mirror_ports, new_metadata, new_service, object_name, object_version, rewritten,
+    check_mirror, check_name_length, contains_all, copied_annotations, copied_labels, differs, is_mirror_of,
+    mirror_labels, mirror_ports, new_metadata, new_service, object_name, object_version, rewritten,
 };
 use crate::mirror::exported_endpoints::Pods;
 use crate::mirror::link::{Gateway, Link};
@@ -77,9 +77,7 @@ impl<'a> Planner<'a> {
             wanted: HashSet::new(),
         }
     }
-}
 
-impl Planner<'_> {
     fn mirror(&mut self, name: &NamespacedName, service: &Service) {
         let link = self.link;
         let labels = service.metadata.labels.clone().unwrap_or_default();
@@ -375,7 +373,7 @@ impl Planner<'_> {
             return;
         }
         let port = EndpointPort {
-            name: Some(PROBE_PORT_NAME.to_owned()),
+            name: Some(multicluster::PROBE_PORT.to_owned()),
             port: probe.port.into(),
             protocol: Some("TCP".to_owned()),
             ..EndpointPort::default()

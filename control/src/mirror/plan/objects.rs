@@ -217,6 +217,3 @@ const NEVER_COPIED_ANNOTATIONS: [&str; 3] = [
 
 /// Maximum length of the name of a Service.
 const MAX_NAME_LENGTH: usize = 63;
-
-/// The name of the port of the probe Service.
-pub(in crate::mirror) const PROBE_PORT_NAME: &str = "mc-probe";

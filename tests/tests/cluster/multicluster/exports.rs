@@ -67,7 +67,7 @@ metadata:
   name: unexported
   namespace: shop
   annotations:
-    mirror.linkerd.io/remote-svc-fq-name: internal.shop.svc.cluster.local
+    mirror.linkerd.io/remote-svc-fq-name: internal.shop.svc.east.test
     mirror.linkerd.io/remote-gateway-identity: @identity
 subsets:
   - addresses: [{ip: '@gateway'}]

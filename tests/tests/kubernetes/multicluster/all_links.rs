@@ -7,8 +7,8 @@ use super::leadership::export;
 use super::*;
 
 /// Starts a service mirror for all Links of `west` except `b2`. All Links refer to the cluster `other`, and have credentials for it.
-/// `a1` gets credentials that are not usable, and `b1` has a service mirror of its own, which holds its lease, and which may not read
-/// the Links of other namespaces.
+/// `a1` gets credentials that are not usable, `b1` has a service mirror of its own, which holds its lease, and which may not read the
+/// Links of other namespaces, and the shared service mirror may not read the credentials of `b3`.
 pub(super) async fn check_all_links(west: &ApiServer, other: &ApiServer) {
     let access = remote_access(other).await;
     let unusable = access.with_extension("unusable");
@@ -23,11 +23,11 @@ pub(super) async fn check_all_links(west: &ApiServer, other: &ApiServer) {
     wait_for_holder(west, "b1", "own").await;
     export(other, "shared").await;
 
-    for link in LINKS.into_iter().filter(|link| *link != "b2") {
+    for link in LINKS.into_iter().filter(|link| !["b2", "b3"].contains(link)) {
         permit_credentials(west, link).await;
     }
     let shared = Mirror::start(west, ACCOUNT, Scope::all_links_except("b2")).await;
-    for link in LINKS.into_iter().filter(|link| !["a1", "b2"].contains(link)) {
+    for link in LINKS.into_iter().filter(|link| !["a1", "b2", "b3"].contains(link)) {
         wait_for_mirrored(west, link, "shared").await;
         let holder = if link == "b1" { "own" } else { "test" };
         wait_for_holder(west, link, holder).await;
@@ -44,6 +44,7 @@ pub(super) async fn check_all_links(west: &ApiServer, other: &ApiServer) {
             .unwrap();
         assert!(mirror.is_none(), "{link}");
     }
+    check_link_without_permission(west, &shared).await;
     check_handover(west, other, own).await;
     check_added_link(west, &access).await;
     check_removed_link(west, &shared).await;
@@ -52,7 +53,10 @@ pub(super) async fn check_all_links(west: &ApiServer, other: &ApiServer) {
     let log = west.audit_log().unwrap().into_iter();
     let has_account = |name: &str| [ACCOUNT, AS_IN_LINKERD].iter().any(|account| name.ends_with(account));
     let refused = log.filter(|record| record.is_forbidden() && has_account(&record.user.username));
-    let refused: Vec<_> = refused.map(|record| (record.verb, record.uri)).collect();
+    let refused = refused.map(|record| (record.verb, record.uri));
+    let refused: Vec<_> = refused
+        .filter(|(_, uri)| !uri.contains("cluster-credentials-b3"))
+        .collect();
     assert!(refused.is_empty(), "{refused:?}");
 }
 
@@ -119,6 +123,27 @@ async fn permit_credentials(west: &ApiServer, link: &str) {
     }
 }
 
+/// The shared service mirror does not compete for the lease of a Link whose credentials it may not read, and reports why nobody mirrors
+/// it. Another one that may read them mirrors it.
+async fn check_link_without_permission(west: &ApiServer, shared: &Mirror) {
+    wait_for_link_event(west, "b3", "Unreadable", "tulle multicluster link-gen").await;
+    let series = "tulle_mirror_errors_total{target_cluster_name=\"b3\",reason=\"Unreadable\"}";
+    eventually("the missing permission is counted", async || {
+        (shared.metric(series)? >= 1.0).then_some(())
+    })
+    .await;
+    wait_for_holder(west, "b3", "").await;
+    let config = Config {
+        lease_holder: "own".to_owned(),
+        ..mirror_config(Scope::Link("b3".to_owned()))
+    };
+    let own = Mirror::start_with(west, "controller-b3", config).await;
+    wait_for_holder(west, "b3", "own").await;
+    wait_for_mirrored(west, "b3", "shared").await;
+    own.end().await;
+    wait_for_holder(west, "b3", "").await;
+}
+
 /// When the own service mirror of `b1` ends, the shared one mirrors the cluster.
 async fn check_handover(west: &ApiServer, other: &ApiServer, own: Mirror) {
     own.end().await;
@@ -140,7 +165,7 @@ async fn check_added_link(west: &ApiServer, access: &Path) {
     wait_for_mirrored(west, "added", "shared").await;
     let in_extension = Api::<Service>::namespaced(west.client(), NAMESPACE);
     let probe = eventually("the probe Service is created", async || {
-        in_extension.get_opt("probe-added").await.unwrap()
+        in_extension.get_opt("mirror-probe-added").await.unwrap()
     })
     .await;
     let link = links(west, "v1alpha3").get("added").await.unwrap();
@@ -151,7 +176,7 @@ async fn check_added_link(west: &ApiServer, access: &Path) {
     assert_eq!(of_chart.metadata.owner_references, None);
     let probes = Api::<Endpoints>::namespaced(west.client(), NAMESPACE);
     let endpoints = eventually("the probe Service has endpoints", async || {
-        probes.get_opt("probe-added").await.unwrap()
+        probes.get_opt("mirror-probe-added").await.unwrap()
     })
     .await;
     let subsets = endpoints.subsets.unwrap();
@@ -161,13 +186,13 @@ async fn check_added_link(west: &ApiServer, access: &Path) {
 /// A Link that is deleted loses its metrics and its lease, and keeps its mirrors. Other Links stay mirrored, and the deleted Link is
 /// mirrored again when it exists again.
 async fn check_removed_link(west: &ApiServer, shared: &Mirror) {
-    let has_series = |cluster: &str| shared.registry.render().contains(&format!("=\"{cluster}\""));
-    assert!(has_series("a3"));
+    let has_series = |value: &str| shared.registry.render().contains(&format!("=\"{value}\""));
+    assert!(has_series("a3") && has_series("service-mirror-write-a3"));
     let all = links(west, "v1alpha3");
     all.delete("a3", &DeleteParams::default()).await.unwrap();
     wait_for_holder(west, "a3", "").await;
     eventually("the metrics of the Link are gone", async || {
-        (!has_series("a3")).then_some(())
+        (!has_series("a3") && !has_series("service-mirror-write-a3")).then_some(())
     })
     .await;
     assert!(has_series("a4"));
