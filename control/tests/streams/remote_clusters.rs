@@ -550,12 +550,14 @@ async fn members_of_other_clusters_are_fallback_endpoints_with_prefer_local_for_
     east.manifests
         .write("more.yaml", &pod("app", "10.2.0.2", "mesh-system"));
     assert_eq!(next_marked(&mut stream).await, "+10.2.0.2:8080?");
-    // Terminating endpoints are not preferred, so only the preference of the others changes.
+    // Terminating endpoints are not preferred. The local one is sent again, because it has no labels of a pod any more.
     let terminating = with_local(&[]) + TERMINATING_SLICE;
     mesh.manifests.write("mesh.yaml", &terminating);
-    assert_eq!(next_marked(&mut stream).await, "+10.2.0.1:8080,10.2.0.2:8080");
+    let all = "+10.1.0.1:8080,10.2.0.1:8080,10.2.0.2:8080";
+    assert_eq!(next_marked(&mut stream).await, all);
     mesh.manifests.write("mesh.yaml", &with_local(&["10.1.0.1"]));
-    assert_eq!(next_marked(&mut stream).await, "+10.2.0.1:8080?,10.2.0.2:8080?");
+    let marked = "+10.1.0.1:8080,10.2.0.1:8080?,10.2.0.2:8080?";
+    assert_eq!(next_marked(&mut stream).await, marked);
     mesh.manifests.write("mesh.yaml", &with_local(&[]));
     assert_eq!(next_marked(&mut stream).await, "-10.1.0.1:8080");
     // With the internal traffic policy `Local`, a client without a local endpoint on its node has only fallback endpoints.

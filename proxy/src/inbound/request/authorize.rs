@@ -18,7 +18,7 @@ use crate::{
         policy::ActivePolicy,
         request::{
             context::{HttpConnection, Upstream},
-            observe::{AuthorizedRoute, AuthorizedRouteMetrics, RequestMetrics},
+            observe::{AuthorizedRoute, AuthorizedRouteMetrics, RequestKind, RequestMetrics},
             tunnel_request::{self, TunnelRequest},
         },
     },
@@ -28,7 +28,7 @@ use crate::{
         matches::RequestAttributes,
         meta::Meta,
         route::{self, RouteMatch},
-        server::{ServerPolicy, ServerProtocol},
+        server::{ServerHttp, ServerPolicy, ServerProtocol},
     },
 };
 
@@ -82,7 +82,8 @@ impl HttpConnection {
             let client_and_port = (client.ip(), target.port());
             info_limited!(self.inbound.audit_log_limiter, client_and_port, "request audited", %client, %target);
         }
-        let route_metrics = self.route_metrics(&current, found.route, authorization, asks_for_tunnel);
+        let kind = RequestKind::new(asks_for_tunnel, is_connect_tunnel);
+        let route_metrics = self.route_metrics(&current, found.route, authorization, kind);
         // Before the filters, which may change the request.
         let tunnel_request = asks_for_tunnel.then(|| Arc::new(TunnelRequest::new(req, route_metrics.clone())));
         let authority_series = self.authority_series(&route_metrics, req);
@@ -129,7 +130,7 @@ impl HttpConnection {
         current: &Arc<ActivePolicy>,
         route: &route::Route<T>,
         authorization: &Authorization,
-        is_tunnel: bool,
+        kind: RequestKind,
     ) -> Arc<AuthorizedRouteMetrics> {
         let (route_ptr, authorization_ptr) = (
             std::ptr::from_ref(route).addr(),
@@ -140,7 +141,7 @@ impl HttpConnection {
             Arc::ptr_eq(&known.policy, current)
                 && known.route_ptr == route_ptr
                 && known.authorization_ptr == authorization_ptr
-                && known.is_tunnel == is_tunnel
+                && known.kind == kind
         });
         if let Some(known) = known {
             return known.metrics.clone();
@@ -150,7 +151,7 @@ impl HttpConnection {
         let labels = families.connection_labels(self.addrs.target, &self.tls, &current.server_policy.meta);
         let labels = with_meta(labels, "route", &route.meta);
         let labels: Labels = with_meta(labels, "authz", &authorization.meta);
-        let kind = match &current.server_policy.protocol {
+        let status_kind = match &current.server_policy.protocol {
             ServerProtocol::Grpc(_) => StatusKind::Grpc,
             _ => StatusKind::Http,
         };
@@ -159,14 +160,19 @@ impl HttpConnection {
             authorization_meta: authorization.meta.clone(),
             allowed: families.http_allow.get(&labels),
             series: families.http.series(labels),
-            route_series: families.route_series(kind, &current.server_policy.meta, self.addrs.target, &route.meta),
+            route_series: families.route_series(
+                status_kind,
+                &current.server_policy.meta,
+                self.addrs.target,
+                &route.meta,
+            ),
             last_authority_series: Mutex::default(),
         });
         authorized_routes.push(AuthorizedRoute {
             policy: current.clone(),
             route_ptr,
             authorization_ptr,
-            is_tunnel,
+            kind,
             metrics: route_metrics.clone(),
         });
         route_metrics
@@ -279,7 +285,7 @@ impl HttpConnection {
         self.authorized_routes
             .lock()
             .iter()
-            .any(|route| route.is_tunnel && route.is_in_progress())
+            .any(|route| route.kind == RequestKind::Tunnel && route.is_in_progress())
     }
 
     /// Records that the connection ends with the requests in progress, or that a tunnel ends.
@@ -297,11 +303,14 @@ impl HttpConnection {
     fn check_in_progress(&self, current: &ActivePolicy) -> Option<Denied> {
         let policy = &current.server_policy;
         let includes_tunnels = self.closes_with_tunnels(policy);
+        let forbids_connect = policy.protocol.http().is_some_and(ServerHttp::forbids_connect_tunnels);
         let authorized_routes = self.authorized_routes.lock();
-        let mut in_progress = authorized_routes
-            .iter()
-            .filter(|route| route.is_in_progress() && (includes_tunnels || !route.is_tunnel));
-        in_progress.find_map(|in_progress| self.check_route(policy, &in_progress.metrics.route_meta).err())
+        let mut in_progress = authorized_routes.iter().filter(|route| route.is_in_progress());
+        in_progress.find_map(|in_progress| match in_progress.kind {
+            RequestKind::Tunnel if !includes_tunnels => None,
+            RequestKind::Connect if forbids_connect => Some(Denied::ConnectTunnel),
+            _ => self.check_route(policy, &in_progress.metrics.route_meta).err(),
+        })
     }
 
     /// Whether the policy closes the connection with its tunnels. A tunnel over HTTP/1 is the client's connection, and its task

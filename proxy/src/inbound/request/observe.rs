@@ -86,14 +86,34 @@ impl ResponseObserver for RouteRequestGuard {
 /// looked up only once. If the policy changes, [`AuthorizedRoute::is_in_progress`] finds the requests in progress that it may deny.
 pub(in crate::inbound) type AuthorizedRoutes = SmallVec<[AuthorizedRoute; 1]>;
 
+/// What ends when a changed policy denies a request in progress.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::inbound) enum RequestKind {
+    /// The connection.
+    Plain,
+    /// The connection, also if the rules forbid CONNECT tunnels: a CONNECT over HTTP/2, whose bytes are its body.
+    Connect,
+    /// Only the tunnel that the request asks for.
+    Tunnel,
+}
+
+impl RequestKind {
+    pub(super) fn new(asks_for_tunnel: bool, is_connect: bool) -> Self {
+        match (asks_for_tunnel, is_connect) {
+            (true, _) => Self::Tunnel,
+            (false, true) => Self::Connect,
+            (false, false) => Self::Plain,
+        }
+    }
+}
+
 /// A route, and the authorization that permitted requests on it.
 pub(in crate::inbound) struct AuthorizedRoute {
     /// The policy that owns the route and the authorization: while it is held, their addresses in memory identify them.
     pub(super) policy: Arc<ActivePolicy>,
     pub(super) route_ptr: usize,
     pub(super) authorization_ptr: usize,
-    /// Whether the requests ask for tunnels, which are closed alone when a policy denies them.
-    pub(super) is_tunnel: bool,
+    pub(super) kind: RequestKind,
     pub(super) metrics: Arc<AuthorizedRouteMetrics>,
 }
 
