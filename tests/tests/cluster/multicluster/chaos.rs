@@ -31,8 +31,9 @@ const MAX_FAILED_REQUESTS_AT_CUT: [u64; 2] = [100, 25];
 /// full run.
 const MAX_FAILED_REQUESTS_AT_KILL: [u64; 2] = [50, 10];
 
-/// The names of the processes of proxies: of tulle's, and of Linkerd's.
-const PROXY_PROGRAMS: [&str; 2] = ["tulle-proxy", "linkerd2-proxy"];
+/// The names of the processes of proxies: of tulle's, whose image has the program under the name `linkerd2-proxy-identity`, of which the
+/// kernel keeps 15 bytes, and of Linkerd's.
+const PROXY_PROGRAMS: [&str; 2] = ["linkerd2-proxy-", "linkerd2-proxy"];
 
 /// Three failed probes, one each 3 s, and the time until the gateway's pods have ended.
 const MAX_UNREPORTED: Duration = Duration::from_secs(12);

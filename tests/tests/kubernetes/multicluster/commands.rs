@@ -228,7 +228,7 @@ async fn check(west: &ApiServer, east: &ApiServer) {
     let problems: Vec<_> = problems
         .map(|check| (text(check, "description"), text(check, "result"), text(check, "error")))
         .collect();
-    assert_eq!(checks.len(), 19, "{}", checked.out);
+    assert_eq!(checks.len(), 20, "{}", checked.out);
     assert_eq!(problems.len(), EXPECTED_PROBLEMS.len(), "{problems:?}");
     for ((description, result, error), expected) in problems.iter().zip(EXPECTED_PROBLEMS) {
         assert_eq!((&**description, &**result), (expected.0, expected.1));
