@@ -3,6 +3,7 @@
 //! Each Link has a lease of its own, which is that of a controller for this Link alone. So of both kinds of controllers, only one
 //! mirrors a Link.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -102,9 +103,9 @@ impl AllLinks {
         }
         join_all(ended.into_values().map(RunningLink::end)).await;
         for name in names {
-            if !running.contains_key(&name) {
-                let controller = self.start(&name, links);
-                running.insert(name, controller);
+            if let Entry::Vacant(entry) = running.entry(name) {
+                let controller = self.start(entry.key(), links);
+                entry.insert(controller);
             }
         }
     }

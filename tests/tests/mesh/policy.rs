@@ -436,8 +436,9 @@ fn a_tunnel_is_closed_when_the_rules_of_its_route_no_longer_permit_its_request()
         kept.read_exact(&mut [0; 5])
             .await
             .expect("a permitted tunnel stays open");
+        // A tunnel that was dropped just before the first change can count, too.
         let denied = [r#"reason="tunnel-request""#];
-        mesh.wait_for_metric("web", "tulle_inbound_denied_total", &denied, 2.)
+        mesh.wait_for_metric_at_least("web", "tulle_inbound_denied_total", &denied, 2.)
             .await;
     });
 }
