@@ -66,7 +66,7 @@ async fn run(cluster: &Cluster, args: &Args) -> anyhow::Result<Vec<CategoryRepor
     };
     print_report(&report, args.output)?;
     let mut reports = vec![report];
-    let namespace = args.namespace.clone().or(state.namespace.ok().flatten());
+    let namespace = args.namespace.clone().or_else(|| state.namespace.ok().flatten());
     if let Some(namespace) = namespace.filter(|_| args.proxy) {
         let of_proxies = Box::pin(check_proxies(cluster, &namespace, deadline, args.output));
         reports.extend(of_proxies.await?);
