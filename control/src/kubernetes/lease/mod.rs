@@ -6,7 +6,7 @@
 //! process was paused for longer stops when its task runs again, before the task sends a request. Another candidate acquires the
 //! lease 27 to 30 seconds after the last renewal.
 //!
-//! A [`LeaseReader`] tells a process that does not compete whether another one holds the lease.
+//! A `LeaseReader` tells a process that does not compete whether another one holds the lease.
 //!
 //! RBAC: `get`, `create` and `update` on `leases` in the namespace of the lease, and `get` on `deployments` there if an
 //! owner is configured.
