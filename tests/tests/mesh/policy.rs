@@ -305,11 +305,12 @@ spec:
         });
 }
 
-/// A server that accepts every upgrade and echoes the bytes that follow; other requests get an incomplete response.
+/// A server that accepts every upgrade, except of `/ignored`, and echoes the bytes that follow; other requests get an incomplete
+/// response.
 async fn upgrade_and_partial_response_app(mesh: &Mesh, workload: &str) -> App {
     apps::serve_tcp(mesh.listen(workload, HTTP).await, |mut stream| async move {
         let head = read_until(&mut stream, "\r\n\r\n").await;
-        let answer = match head.contains("upgrade: ") {
+        let answer = match head.contains("upgrade: ") && !head.contains("/ignored") {
             true => "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: echo\r\n\r\n",
             false => "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n6\r\nbegun\n\r\n",
         };
@@ -324,17 +325,20 @@ fn a_policy_change_to_deny_closes_tunnels_and_responses() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         let _app = upgrade_and_partial_response_app(mesh, "web").await;
         let dst = mesh.service_addr("web", HTTP);
-        // Two responses, then two tunnels; the first of each two is through the client's proxy, the second is direct.
+        // Two responses, two responses to requests for an upgrade that the application ignores, then two tunnels; the first of each two
+        // is through the client's proxy, the second is direct.
+        let upgrade = "connection: upgrade\r\nupgrade: echo\r\n";
         let mut open = Vec::new();
-        for (upgrade, begun) in [
-            ("", "begun\n"),
-            ("connection: upgrade\r\nupgrade: echo\r\n", "\r\n\r\n"),
+        for (path, upgrade, begun) in [
+            ("/", "", "begun\n"),
+            ("/ignored", upgrade, "begun\n"),
+            ("/", upgrade, "\r\n\r\n"),
         ] {
             for mut stream in [
                 mesh.dial("client", dst).await,
                 mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
             ] {
-                let head = format!("GET / HTTP/1.1\r\nhost: web.test\r\n{upgrade}\r\n");
+                let head = format!("GET {path} HTTP/1.1\r\nhost: web.test\r\n{upgrade}\r\n");
                 stream.write_all(head.as_bytes()).await.unwrap();
                 read_until(&mut stream, begun).await;
                 open.push(stream);
@@ -347,7 +351,7 @@ fn a_policy_change_to_deny_closes_tunnels_and_responses() {
             (mesh.metric("web", "tcp_open_total", &known).await > 0.).then_some(())
         })
         .await;
-        for tunnel in &mut open[2..] {
+        for tunnel in &mut open[4..] {
             tunnel.write_all(b"hello").await.unwrap();
             tunnel
                 .read_exact(&mut [0; 5])
@@ -364,7 +368,7 @@ fn a_policy_change_to_deny_closes_tunnels_and_responses() {
                 assert_eq!(ended.unwrap_err().kind(), ErrorKind::ConnectionReset, "{index}");
             }
         }
-        mesh.wait_for_metric("web", "inbound_tcp_authz_terminate_total", &[], 4.)
+        mesh.wait_for_metric("web", "inbound_tcp_authz_terminate_total", &[], 6.)
             .await;
     });
 }

@@ -93,6 +93,13 @@ impl HttpConnection {
                 Box::pin(self.send_unless_denied(request, sending)).await
             }
         };
+        let result = match (result, tunnel_request) {
+            (Ok(rsp), Some(request)) => {
+                let metrics = &mut route_guard.metrics.route_metrics;
+                self.continue_without_tunnel(request, metrics).map(|()| rsp)
+            }
+            (result, _) => result,
+        };
         trace::finish(client_span, &result);
         trace::finish(server_span, &result);
         match result {

@@ -124,6 +124,42 @@ impl AuthorizedRoute {
     }
 }
 
+/// Returns the metrics for a request of kind `Plain` that was permitted by the same route and authorization as one with `metrics`.
+pub(super) fn without_tunnel(
+    routes: &mut AuthorizedRoutes,
+    metrics: &Arc<AuthorizedRouteMetrics>,
+) -> Arc<AuthorizedRouteMetrics> {
+    let Some(of_tunnel) = routes.iter().find(|route| Arc::ptr_eq(&route.metrics, metrics)) else {
+        return metrics.clone();
+    };
+    let known = routes.iter().find(|route| {
+        route.kind == RequestKind::Plain
+            && Arc::ptr_eq(&route.policy, &of_tunnel.policy)
+            && route.route_ptr == of_tunnel.route_ptr
+            && route.authorization_ptr == of_tunnel.authorization_ptr
+    });
+    if let Some(known) = known {
+        return known.metrics.clone();
+    }
+    let plain = AuthorizedRoute {
+        policy: of_tunnel.policy.clone(),
+        route_ptr: of_tunnel.route_ptr,
+        authorization_ptr: of_tunnel.authorization_ptr,
+        kind: RequestKind::Plain,
+        metrics: Arc::new(AuthorizedRouteMetrics {
+            route_meta: metrics.route_meta.clone(),
+            authorization_meta: metrics.authorization_meta.clone(),
+            allowed: metrics.allowed.clone(),
+            series: metrics.series.clone(),
+            route_series: metrics.route_series.clone(),
+            last_authority_series: Mutex::default(),
+        }),
+    };
+    let plain_metrics = plain.metrics.clone();
+    routes.push(plain);
+    plain_metrics
+}
+
 /// Metrics of the requests that an authorization permits on a route. Every request and tunnel in progress holds a reference.
 pub(in crate::inbound) struct AuthorizedRouteMetrics {
     pub(super) route_meta: Arc<Meta>,

@@ -59,6 +59,14 @@ impl HttpConnection {
             }
             Err(error) => Err(error),
         };
+        let result = match (result, tunnel_request) {
+            (Ok(rsp), Some(request)) => {
+                drop(req.body_mut().take_reply_channels()); // those that were not used hold the request
+                let metrics = &mut route_guard.metrics.route_metrics;
+                self.continue_without_tunnel(request, metrics).map(|()| rsp)
+            }
+            (result, _) => result,
+        };
         match result {
             Ok(rsp) => Ok(classify::observe(rsp, started_at, route_guard)),
             Err(error) => {

@@ -13,7 +13,7 @@ use crate::{
         policy::ActivePolicy,
         request::{
             context::{HttpConnection, Upstream},
-            observe::AuthorizedRouteMetrics,
+            observe::{self, AuthorizedRouteMetrics},
         },
     },
     policy::{authz::Denied, filter, matches::RequestAttributes, route::RouteMatch, server::ServerHttp},
@@ -93,6 +93,31 @@ impl HttpConnection {
                 })
             }
         }
+    }
+
+    /// If the response to the request opened no tunnel, the request is from now on one without: a policy that denies it closes the
+    /// connection. `metrics` are those that the request holds.
+    ///
+    /// # Errors
+    /// The policy has changed in the meantime, and denies the request.
+    pub(super) fn continue_without_tunnel(
+        &self,
+        request: Arc<TunnelRequest>,
+        metrics: &mut Arc<AuthorizedRouteMetrics>,
+    ) -> Result<(), Error> {
+        // The tunnel holds its request until it ends.
+        if Arc::strong_count(&request) > 1 {
+            return Ok(());
+        }
+        drop(request);
+        *metrics = observe::without_tunnel(&mut self.authorized_routes.lock(), metrics);
+        // Later changes are noticed by `wait_until_denied`.
+        let policy = self.port_policy.current();
+        let checked = self.check_route(&policy.server_policy, &metrics.route_meta);
+        checked.map_err(|denied| Error::Unauthorized {
+            rule: policy.server_policy.meta.to_string(),
+            why: denied.name(),
+        })
     }
 
     /// Closes the tunnel when a changed policy denies its request, or when the service behind the gateway is not exported any more. A
