@@ -127,10 +127,7 @@ pub(super) fn link_manifests(args: &Args, flags: &kubernetes::Flags) -> anyhow::
         let cluster = flags.connect().await?;
         read_target(args, &cluster, &access).await
     })?;
-    let mut manifests = manifests(args, &target, &flags.linkerd_namespace)?;
-    let permissions = credentials_permissions(&args.cluster_name, &args.namespace, &flags.linkerd_namespace);
-    manifests.extend(permissions);
-    Ok(manifests)
+    manifests(args, &target, &flags.linkerd_namespace)
 }
 
 /// Parses the duration of a token, which is at least [`MIN_TOKEN_DURATION`], the minimum of Kubernetes.
@@ -440,7 +437,7 @@ fn manifests(args: &Args, target: &Target, control_plane: &str) -> anyhow::Resul
         spec["selector"] = parse_selector(&args.selector)?;
     }
     let created_by = concat!("tulle/cli ", env!("CARGO_PKG_VERSION"));
-    Ok(vec![
+    let mut manifests = vec![
         json!({
             "apiVersion": "v1", "kind": "Secret", "type": CREDENTIALS_SECRET_TYPE,
             "metadata": {"name": secret, "namespace": args.namespace},
@@ -458,15 +455,18 @@ fn manifests(args: &Args, target: &Target, control_plane: &str) -> anyhow::Resul
             },
             "data": data,
         }),
-        json!({
-            "apiVersion": "multicluster.linkerd.io/v1alpha3", "kind": "Link",
-            "metadata": {
-                "name": name, "namespace": args.namespace,
-                "annotations": {annotation::CREATED_BY: created_by},
-            },
-            "spec": spec,
-        }),
-    ])
+    ];
+    manifests.extend(credentials_permissions(name, &args.namespace, control_plane));
+    // Last, because the service mirror uses the Secret as soon as the Link exists.
+    manifests.push(json!({
+        "apiVersion": "multicluster.linkerd.io/v1alpha3", "kind": "Link",
+        "metadata": {
+            "name": name, "namespace": args.namespace,
+            "annotations": {annotation::CREATED_BY: created_by},
+        },
+        "spec": spec,
+    }));
+    Ok(manifests)
 }
 
 /// Formats a duration as Go does, which has no days.
@@ -603,7 +603,7 @@ mod tests {
     }
 
     #[test]
-    fn the_manifests_are_two_secrets_and_a_link() {
+    fn the_manifests_are_two_secrets_with_their_permissions_and_a_link() {
         let target = Target {
             cluster_domain: "east.test".to_owned(),
             trust_domain: "trust.test".to_owned(),
@@ -611,9 +611,11 @@ mod tests {
             gateway: None,
         };
         let args = args("--gateway=false --excluded-labels=a,b/*");
-        let [mirror, discovery, link] = &manifests(&args, &target, "linkerd").unwrap()[..] else {
-            panic!("three objects")
+        let [mirror, discovery, permissions @ .., link] = &manifests(&args, &target, "linkerd").unwrap()[..] else {
+            panic!("at least three objects")
         };
+        let kinds: Vec<_> = permissions.iter().map(|object| &object["kind"]).collect();
+        assert_eq!(kinds, ["Role", "RoleBinding", "Role", "RoleBinding"]);
         for (secret, namespace) in [(mirror, "linkerd-multicluster"), (discovery, "linkerd")] {
             assert_eq!(secret["type"], "mirror.linkerd.io/remote-kubeconfig");
             assert_eq!(secret["metadata"]["namespace"], namespace);
@@ -686,7 +688,10 @@ mod tests {
                 "federatedServiceSelector": {"matchLabels": {"mirror.linkerd.io/federated": "member"}},
             },
         });
-        assert_eq!(printed, [secret(for_mirror), secret(for_destination), link]);
+        let mut expected = vec![secret(for_mirror), secret(for_destination)];
+        expected.extend(credentials_permissions("east", "linkerd-multicluster", "linkerd"));
+        expected.push(link);
+        assert_eq!(printed, expected);
         let account = "linkerd-service-mirror-remote-access-default";
         let kubeconfig: Value = serde_yaml_ng::from_str(&kubeconfig).unwrap();
         let expected = json!({
@@ -708,7 +713,7 @@ mod tests {
             ("--probe-timeout=2m --probe-failure-threshold=1", ("120s", json!("1"))),
         ] {
             let (printed, _) = print_link(line);
-            let probe = &printed[2]["spec"]["probeSpec"];
+            let probe = &printed.last().unwrap()["spec"]["probeSpec"];
             let found = (probe["timeout"].as_str().unwrap(), probe["failureThreshold"].clone());
             assert_eq!(found, expected, "{line}");
         }

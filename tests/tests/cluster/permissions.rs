@@ -144,12 +144,20 @@ pub(crate) fn permitted_requests(log: &[AuditRecord], namespace: &str) -> BTreeS
         .collect()
 }
 
-/// Refused requests of service accounts in this namespace.
+/// Refused requests of service accounts in this namespace. Those that are permitted later do not count: the API server considers a
+/// new Role some time after it is created.
 pub(crate) fn refused_requests(log: &[AuditRecord], namespace: &str) -> BTreeSet<Permission> {
-    log.iter()
-        .filter(|record| record.is_forbidden())
-        .filter_map(|record| requested_permission(record, namespace))
-        .collect()
+    let mut refused = BTreeSet::new();
+    for record in log {
+        let Some(requested) = requested_permission(record, namespace) else {
+            continue;
+        };
+        match record.is_forbidden() {
+            true => refused.insert(requested),
+            false => refused.remove(&requested),
+        };
+    }
+    refused
 }
 
 fn requested_permission(record: &AuditRecord, namespace: &str) -> Option<Permission> {
