@@ -118,7 +118,8 @@ impl Connector {
             alpn,
             sessions,
         };
-        let lifetime = creds.lifetime();
+        // Only connections that carry HTTP are replaced before the credentials expire.
+        let lifetime = protocol.map(|_| creds.lifetime());
         let handshake = client::connect(Tcp::new(stream), creds, server);
         let tls = match tokio::time::timeout_at(deadline, handshake).await {
             Ok(Ok(tls)) => tls,
@@ -141,8 +142,11 @@ impl Connector {
             }
         };
         let negotiated = client::alpn(&tls);
-        let retirement = lifetime.retirement(&tls);
-        let mut io = Io::tls_client(tls).count(self.metrics.clone()).retire(retirement);
+        let retirement = lifetime.map(|lifetime| lifetime.retirement(&tls));
+        let mut io = Io::tls_client(tls).count(self.metrics.clone());
+        if let Some(retirement) = retirement {
+            io = io.retire(retirement);
+        }
         if let (Some(header), Alpn::TransportHeader) = (&self.header, negotiated) {
             let mut bytes = BytesMut::new();
             header.with_protocol(protocol).encode(&mut bytes);

@@ -67,16 +67,7 @@ impl HttpConnection {
             true => Err(Denied::ConnectTunnel),
             false => Ok(authorization),
         });
-        let authorization = permitted.map_err(|denied| {
-            let labels = with_meta(labels(), "route", &found.route.meta);
-            self.inbound.families.record_http_denied(&labels, denied);
-            let (client, target) = (self.addrs.client.0, self.addrs.target);
-            info_limited!(self.inbound.log_limiter, client.ip(), "request refused", %client, %target, %denied);
-            Error::Unauthorized {
-                rule: policy.meta.to_string(),
-                why: denied.name(),
-            }
-        })?;
+        let authorization = permitted.map_err(|denied| self.refuse(policy, &found.route.meta, denied))?;
         if authorization.meta.is_audit() {
             let (client, target) = (self.addrs.client.0, self.addrs.target);
             let client_and_port = (client.ip(), target.port());
@@ -113,6 +104,21 @@ impl HttpConnection {
             return Err(record_refusal(Error::RateLimited { limit }));
         }
         Ok((request_metrics, tunnel_request))
+    }
+
+    /// Counts and logs the refusal of a request on this route, and returns the error of its response.
+    pub(super) fn refuse(&self, policy: &ServerPolicy, route_meta: &Meta, denied: Denied) -> Error {
+        let inbound = &self.inbound;
+        let (client, target) = (self.addrs.client.0, self.addrs.target);
+        let labels = inbound.families.connection_labels(target, &self.tls, &policy.meta);
+        inbound
+            .families
+            .record_http_denied(&with_meta(labels, "route", route_meta), denied);
+        info_limited!(inbound.log_limiter, client.ip(), "request refused", %client, %target, %denied);
+        Error::Unauthorized {
+            rule: policy.meta.to_string(),
+            why: denied.name(),
+        }
     }
 
     /// Authorizes the client by the rule that its request matches.

@@ -9,7 +9,6 @@ use crate::{
     http::{body::Body, client::HttpVersion, error::Error, headers, upgrade::tunnel::ClientTunnel},
     inbound::{
         client_certificate,
-        metrics::with_meta,
         policy::ActivePolicy,
         request::{
             context::{HttpConnection, Upstream},
@@ -82,15 +81,8 @@ impl HttpConnection {
         tokio::select! {
             result = sending => result,
             denied = self.wait_until_tunnel_denied(request) => {
-                let current = self.port_policy.current();
-                let meta = &current.server_policy.meta;
-                let families = &self.inbound.families;
-                let labels = families.connection_labels(self.addrs.target, &self.tls, meta);
-                families.record_http_denied(&with_meta(labels, "route", &request.route_metrics.route_meta), denied);
-                Err(Error::Unauthorized {
-                    rule: meta.to_string(),
-                    why: denied.name(),
-                })
+                let policy = &self.port_policy.current().server_policy;
+                Err(self.refuse(policy, &request.route_metrics.route_meta, denied))
             }
         }
     }
@@ -112,12 +104,9 @@ impl HttpConnection {
         drop(request);
         *metrics = observe::without_tunnel(&mut self.authorized_routes.lock(), metrics);
         // Later changes are noticed by `wait_until_denied`.
-        let policy = self.port_policy.current();
-        let checked = self.check_route(&policy.server_policy, &metrics.route_meta);
-        checked.map_err(|denied| Error::Unauthorized {
-            rule: policy.server_policy.meta.to_string(),
-            why: denied.name(),
-        })
+        let policy = &self.port_policy.current().server_policy;
+        let checked = self.check_route(policy, &metrics.route_meta);
+        checked.map_err(|denied| self.refuse(policy, &metrics.route_meta, denied))
     }
 
     /// Closes the tunnel when a changed policy denies its request, or when the service behind the gateway is not exported any more. A
