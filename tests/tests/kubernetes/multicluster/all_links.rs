@@ -14,12 +14,8 @@ pub(super) async fn check_all_links(west: &ApiServer, other: &ApiServer) {
     let unusable = access.with_extension("unusable");
     fs::write(&unusable, "no kubeconfig").unwrap();
     put_credentials(west, "a1", &unusable).await;
-    let config = Config {
-        lease_holder: "own".to_owned(),
-        ..mirror_config(Scope::Link("b1".to_owned()))
-    };
     create_account_as_in_linkerd(west).await;
-    let own = Mirror::start_with(west, AS_IN_LINKERD, config).await;
+    let own = Mirror::start_with(west, AS_IN_LINKERD, own_config("b1")).await;
     wait_for_holder(west, "b1", "own").await;
     export(other, "shared").await;
 
@@ -50,6 +46,7 @@ pub(super) async fn check_all_links(west: &ApiServer, other: &ApiServer) {
     check_removed_link(west, &shared).await;
     shared.end().await;
     wait_for_holder(west, "a4", "").await;
+    check_moved_link(west, other).await;
     let log = west.audit_log().unwrap().into_iter();
     let has_account = |name: &str| [ACCOUNT, AS_IN_LINKERD].iter().any(|account| name.ends_with(account));
     let refused = log.filter(|record| record.is_forbidden() && has_account(&record.user.username));
@@ -133,11 +130,7 @@ async fn check_link_without_permission(west: &ApiServer, shared: &Mirror) {
     })
     .await;
     wait_for_holder(west, "b3", "").await;
-    let config = Config {
-        lease_holder: "own".to_owned(),
-        ..mirror_config(Scope::Link("b3".to_owned()))
-    };
-    let own = Mirror::start_with(west, "controller-b3", config).await;
+    let own = Mirror::start_with(west, "controller-b3", own_config("b3")).await;
     wait_for_holder(west, "b3", "own").await;
     wait_for_mirrored(west, "b3", "shared").await;
     own.end().await;
@@ -202,6 +195,36 @@ async fn check_removed_link(west: &ApiServer, shared: &Mirror) {
     wait_for_holder(west, "a3", "test").await;
     wait_for_mirrored(west, "a3", "shared").await;
     assert!(has_series("a3"));
+}
+
+/// A Link is moved to a service mirror of its own, without which the shared one is started again, and back. Its mirrors stay, and are
+/// kept up to date.
+async fn check_moved_link(west: &ApiServer, other: &ApiServer) {
+    let uid = async || services(west.client()).get("shared-b1").await.unwrap().metadata.uid;
+    let before = uid().await;
+    let shared = Mirror::start(west, ACCOUNT, Scope::all_links_except("b1,b2")).await;
+    let own = Mirror::start_with(west, AS_IN_LINKERD, own_config("b1")).await;
+    wait_for_holder(west, "b1", "own").await;
+    export(other, "moved").await;
+    for link in ["b1", "east"] {
+        wait_for_mirrored(west, link, "moved").await;
+    }
+    own.end().await;
+    shared.end().await;
+    let shared = Mirror::start(west, ACCOUNT, Scope::all_links_except("b2")).await;
+    wait_for_holder(west, "b1", "test").await;
+    export(other, "returned").await;
+    wait_for_mirrored(west, "b1", "returned").await;
+    shared.end().await;
+    assert_eq!(uid().await, before);
+}
+
+/// The configuration of a service mirror for one Link.
+fn own_config(link: &str) -> Config {
+    Config {
+        lease_holder: "own".to_owned(),
+        ..mirror_config(Scope::Link(link.to_owned()))
+    }
 }
 
 async fn wait_for_mirrored(west: &ApiServer, link: &str, exported: &str) {

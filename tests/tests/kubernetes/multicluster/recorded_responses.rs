@@ -39,6 +39,7 @@ async fn linkerd_gives_the_recorded_responses() {
     let (_process, channel) = start_destination(&linkerd, &west).await;
     let recordings = recorded("multicluster/destination");
     wait_for_the_other_cluster(&channel, &recordings).await;
+    let _open = open_profile_streams(&channel, &recordings).await;
     let mut found = BTreeMap::new();
     for recording in &recordings {
         if let Some(difference) = difference(&channel, recording).await {
@@ -132,13 +133,30 @@ async fn wait_for_the_other_cluster(channel: &Channel, recordings: &[Recorded]) 
     }
 }
 
-/// Sends a request, and returns how the response differs from the recorded one.
-async fn difference(channel: &Channel, recording: &Recorded) -> Option<String> {
-    let request = GetDestination {
+/// Opens a stream for each profile. Linkerd forgets the opaque ports of a Service when its last stream ends, and tells a later one none
+/// until the Service changes; so one stays open.
+async fn open_profile_streams(channel: &Channel, recordings: &[Recorded]) -> Vec<Streaming<DestinationProfile>> {
+    let mut client = DestinationClient::new(channel.clone());
+    let mut streams = Vec::new();
+    for recording in recordings.iter().filter(|recording| recording.kind == "profile") {
+        if let Ok(response) = client.get_profile(destination_request(recording)).await {
+            streams.push(response.into_inner());
+        }
+    }
+    streams
+}
+
+fn destination_request(recording: &Recorded) -> GetDestination {
+    GetDestination {
         path: recording.target.clone(),
         context_token: TOKEN.to_owned(),
         ..GetDestination::default()
-    };
+    }
+}
+
+/// Sends a request, and returns how the response differs from the recorded one.
+async fn difference(channel: &Channel, recording: &Recorded) -> Option<String> {
+    let request = destination_request(recording);
     let mut client = DestinationClient::new(channel.clone());
     if recording.kind == "profile" {
         let last = |messages: &[DestinationProfile]| messages.last().cloned();
