@@ -337,7 +337,7 @@ fn exported_services_are_known(links: &[LinkState], _: &MulticlusterState) -> Ch
                     "Links whose mirrors do not change, because the linked cluster is not read:",
                     lines,
                 ),
-                "end the cause; for a Secret that the service mirror may not read, apply the output of `tulle multicluster link-gen` for \
+                "fix the cause; for a Secret that the service mirror may not read, apply the output of `tulle multicluster link-gen` for \
              this Link again",
             )
         },

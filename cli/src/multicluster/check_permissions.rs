@@ -48,11 +48,11 @@ impl ObjectNames {
     }
 }
 
-/// Checks that the objects exist which the chart creates for the controller of a Link, those which the chart and `link-gen` create for
-/// the service mirror of all Links, or those which `link` creates.
+/// Checks that a Link has the permissions of one of three controllers: that of the chart for this Link, the service mirror for all
+/// Links, or that of the deprecated command `link`.
 ///
 /// # Errors
-/// Fails if objects are missing in all cases, with those of the case in which the fewest are missing.
+/// Fails if none of them has all its objects. The error names the missing ones of the controller that lacks the fewest.
 pub(super) async fn check(
     cluster: &Cluster,
     link: &str,

@@ -153,20 +153,18 @@ impl Watches {
     /// The cause of the failure of a watch, if it has failed, or its first list has not ended, for at least `MIN_FAILURE_TIME`. The
     /// last known objects stay.
     pub(crate) fn failure(&self) -> Option<String> {
-        let failures = self.shared.failures.lock();
-        let mut lasting = failures
-            .values()
-            .filter(|failure| failure.reported_from() <= Instant::now());
-        lasting.next().map(|failure| failure.cause.clone())
+        self.first_lasting_failure(|_| true)
     }
 
     /// Like [`failure`](Self::failure), but only if the account may not list or watch the objects.
-    fn refusal(&self) -> Option<String> {
+    fn forbidden_cause(&self) -> Option<String> {
+        self.first_lasting_failure(|failure| failure.is_forbidden)
+    }
+
+    fn first_lasting_failure(&self, is_wanted: fn(&Failure) -> bool) -> Option<String> {
         let failures = self.shared.failures.lock();
-        let mut lasting = failures
-            .values()
-            .filter(|failure| failure.is_forbidden && failure.reported_from() <= Instant::now());
-        lasting.next().map(|failure| failure.cause.clone())
+        let is_lasting = |failure: &&Failure| is_wanted(failure) && failure.reported_from() <= Instant::now();
+        failures.values().find(is_lasting).map(|failure| failure.cause.clone())
     }
 
     /// The next time at which a current failure has lasted long enough for [`failure`](Self::failure) to report it.
@@ -288,6 +286,7 @@ where
     }
 }
 
+/// Whether the API server has answered that the account may not list or watch the objects.
 fn is_forbidden(err: &watcher::Error) -> bool {
     match err {
         watcher::Error::InitialListFailed(kube::Error::Api(status))
@@ -411,9 +410,9 @@ impl SecretWatch {
         }
     }
 
-    /// Why the account may not read the Secret, also if it was permitted before, and the last known state stays.
-    pub(crate) fn refusal(&self) -> Option<String> {
-        self.watches.refusal()
+    /// The error if the account may not read the Secret. If it was permitted before, [`state`](Self::state) stays as it was.
+    pub(crate) fn forbidden_cause(&self) -> Option<String> {
+        self.watches.forbidden_cause()
     }
 
     /// Waits until the state differs from `seen`.

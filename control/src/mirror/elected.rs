@@ -84,7 +84,7 @@ impl ElectedController {
                     tokio::select! {
                         () = drain.signaled() => {}
                         _ = access.changed() => {}
-                        never = report_while_free(&self.controller, &link, &cause, lease) => match never {},
+                        never = report_while_lease_not_held(&self.controller, &link, &cause, lease) => match never {},
                         never = self.event_publisher.publish() => match never {},
                     }
                 }
@@ -112,7 +112,12 @@ impl ElectedController {
 }
 
 /// Reports why the Secret of a Link cannot be read, each time that no process holds the lease of the Link any more.
-async fn report_while_free(controller: &Controller, link: &str, cause: &str, mut lease: LeaseReader) -> Infallible {
+async fn report_while_lease_not_held(
+    controller: &Controller,
+    link: &str,
+    cause: &str,
+    mut lease: LeaseReader,
+) -> Infallible {
     loop {
         lease.wait_until_held(false).await;
         tokio::select! {

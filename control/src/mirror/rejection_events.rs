@@ -1,5 +1,5 @@
-//! Events on Services that are not mirrored, or not members of their federated Service, for those who exported them. Services of this
-//! cluster, which no status of a Link names, are also counted.
+//! Writes Events on exported Services that are not mirrored or cannot join their federated Service. Services of this cluster are also
+//! counted in a metric, because no status of a Link names them.
 
 use std::collections::HashMap;
 

@@ -10,12 +10,12 @@ use tokio::sync::watch;
 use super::link::Link;
 use crate::kubernetes::watches::{SecretState, SecretWatch};
 
-/// Whether the Secret of a Link can be read. A Secret that does not exist can be read, too.
+/// Whether the Secret of a Link can be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum SecretAccess {
     /// It is not known yet.
     Unknown,
-    /// Also if the Link is invalid. The leader reports that.
+    /// It can, or it does not exist, or the Link is invalid. The leader reports the latter two.
     Readable,
     /// It cannot, for this reason.
     Unreadable(String),
@@ -85,9 +85,9 @@ impl SecretAccessWatch {
         };
         let mut watch = SecretWatch::new(self.client.clone(), &self.namespace, secret);
         loop {
-            let (state, refusal) = (watch.state(), watch.refusal());
+            let (state, forbidden_cause) = (watch.state(), watch.forbidden_cause());
             let namespace = &self.namespace;
-            match (state, refusal) {
+            match (state, forbidden_cause) {
                 (_, Some(cause)) => self.set(SecretAccess::Unreadable(format!(
                     "the service mirror for all Links may not read the Secret {namespace}/{secret}; apply the output of `tulle \
                      multicluster link-gen` for this Link again: {cause}"

@@ -225,8 +225,8 @@ impl RemoteClusterWatch {
         expiry.run(warn).await
     }
 
-    /// Like [`report_expiry`](Self::report_expiry), for the credentials of the connection. Its series also begins again if newer
-    /// credentials had one, which has ended because they gave no connection.
+    /// Like [`report_expiry`](Self::report_expiry), for the credentials of the connection. Its series starts again when newer
+    /// credentials, which gave no connection, no longer have one.
     async fn report_expiry_of(&self, connection: &mut Option<Connection>) -> Infallible {
         match connection {
             Some(connection) => self.report_expiry(&mut connection.expiry).await,

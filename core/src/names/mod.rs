@@ -71,7 +71,7 @@ pub mod multicluster {
 
     /// The Deployment and the account of the service mirror for all Links.
     pub const SERVICE_MIRROR: &str = "linkerd-service-mirror";
-    /// The port of a gateway that answers probes, and the port of the Service through which a gateway is probed.
+    /// The name of two ports: that of a gateway where it is probed, and that of the Service by which another cluster probes it.
     pub const PROBE_PORT: &str = "mc-probe";
 
     /// The Service that the chart creates for the controller of one Link, which probes the gateway through it.
@@ -79,8 +79,8 @@ pub mod multicluster {
         format!("probe-{link}")
     }
 
-    /// The Service that the service mirror for all Links creates to probe the gateway of a Link. Its name is not that of the chart,
-    /// because Helm does not install a Service over one that it has not created. Only for a Link whose name is too long, it is.
+    /// The Service that the service mirror for all Links creates to probe the gateway of a Link. Its name differs from that of the
+    /// chart, because Helm does not replace a Service that it has not created. If the name would be too long, it is that of the chart.
     pub fn probe_service(link: &str) -> String {
         let name = format!("mirror-probe-{link}");
         match is_dns_label(&name) {

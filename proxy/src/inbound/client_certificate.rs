@@ -49,7 +49,7 @@ impl ClientCertificate {
     /// Checks that the client may send a request.
     ///
     /// # Errors
-    /// Since it connected, its certificate has expired, or the trust anchors were replaced.
+    /// The certificate has expired, or the trust anchors no longer verify it.
     pub(in crate::inbound) fn check(&self) -> Result<(), Denied> {
         if !self.is_refused.load(Ordering::Relaxed) {
             return Ok(());
@@ -78,7 +78,7 @@ impl CertificateDeadlines {
     fn new(now: Instant, remaining: Duration) -> Self {
         let expires_at = now + remaining;
         Self {
-            close_at: expires_at - MAX_CLOSE_LEAD.min(remaining / 4),
+            close_at: expires_at - MAX_GRACEFUL_CLOSE_TIME.min(remaining / 4),
             expires_at,
         }
     }
@@ -93,8 +93,9 @@ pub(in crate::inbound) async fn wait_untrusted(chain: Option<&ClientChain>) {
     }
 }
 
-/// Time of the graceful close before the expiry. A proxy of tulle has replaced its connections before (`Retirement`).
-const MAX_CLOSE_LEAD: Duration = Duration::from_secs(60);
+/// The graceful close starts at most this time before the expiry. Clients with tulle's proxy have replaced the connection by then
+/// (`Retirement`).
+const MAX_GRACEFUL_CLOSE_TIME: Duration = Duration::from_secs(60);
 /// Time of the graceful close after the trust anchors no longer verify the certificate of a client.
 pub(in crate::inbound) const UNTRUSTED_CLOSE_TIME: Duration = Duration::from_secs(5);
 /// Time that requests in progress have to end from when further requests of their client are refused.

@@ -21,7 +21,7 @@ pub(crate) struct ClientChain {
     certificates: Box<[CertificateDer<'static>]>,
     not_after: SystemTime,
     is_trusted: AtomicBool,
-    distrusted: Notify,
+    became_untrusted: Notify,
 }
 
 /// The chains of all clients with open connections.
@@ -51,11 +51,11 @@ impl ClientChain {
 
     /// Waits until the trust anchors no longer verify the chain.
     pub(crate) async fn wait_untrusted(&self) {
-        let mut distrusted = pin!(self.distrusted.notified());
+        let mut became_untrusted = pin!(self.became_untrusted.notified());
         // Enabled before the check, so that no notification is lost in between.
-        distrusted.as_mut().enable();
+        became_untrusted.as_mut().enable();
         if self.is_trusted() {
-            distrusted.await;
+            became_untrusted.await;
         }
     }
 
@@ -72,9 +72,9 @@ impl ClientChain {
         self.is_trusted.load(Ordering::Acquire)
     }
 
-    fn distrust(&self) {
+    fn mark_untrusted(&self) {
         self.is_trusted.store(false, Ordering::Release);
-        self.distrusted.notify_waiters();
+        self.became_untrusted.notify_waiters();
     }
 }
 
@@ -113,16 +113,15 @@ impl ClientChains {
             certificates: certificates.into(),
             not_after: certificate::chain_validity(certificates, anchors)?.not_after,
             is_trusted: AtomicBool::new(true),
-            distrusted: Notify::new(),
+            became_untrusted: Notify::new(),
         });
         same_hash.push(Arc::downgrade(&chain));
         open.sweep();
         Ok(chain)
     }
 
-    /// Ends the connections of all clients whose certificates are not trusted any more. The second argument of `is_trusted` is
-    /// [`ClientChain::not_after`].
-    pub(super) fn distrust_unless(&self, is_trusted: impl Fn(&[CertificateDer<'_>], SystemTime) -> bool) {
+    /// Marks the chains that `is_trusted` refuses, whose connections then end. Its second argument is [`ClientChain::not_after`].
+    pub(super) fn mark_untrusted(&self, is_trusted: impl Fn(&[CertificateDer<'_>], SystemTime) -> bool) {
         // The signatures are verified without the lock.
         let chains: Vec<_> = {
             let open = self.open.lock();
@@ -130,7 +129,7 @@ impl ClientChains {
         };
         for chain in chains {
             if !is_trusted(&chain.certificates, chain.not_after) {
-                chain.distrust();
+                chain.mark_untrusted();
             }
         }
     }

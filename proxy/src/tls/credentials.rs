@@ -332,7 +332,7 @@ impl Credentials {
         self.shared.state.store(Arc::new(state));
         // Before the chains are verified: `Self::open_client_chain` depends on this order.
         previous.anchor_removed_at.get_or_init(Instant::now);
-        self.shared.client_chains.distrust_unless(|certificates, not_after| {
+        self.shared.client_chains.mark_untrusted(|certificates, not_after| {
             let is_trusted = |verifier: &ClientChainVerifier| verifier.trusts(certificates, not_after);
             verifier.as_ref().is_some_and(is_trusted)
         });

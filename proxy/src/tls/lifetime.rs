@@ -43,12 +43,13 @@ impl CredentialsLifetime {
 
 /// How long a connection is used whose certificates are valid for `remaining`. `random` is from 0 to 1.
 fn usable_for(remaining: Duration, random: f64) -> Duration {
-    let lead = remaining.min(MAX_LEAD).mul_f64(random.mul_add(0.2, 0.3));
+    let lead = remaining.min(MAX_REPLACEMENT_WINDOW).mul_f64(random.mul_add(0.2, 0.3));
     remaining - lead
 }
 
-/// Of the remaining validity, at most this time counts for the random time before the expiry, which is 30 % to 50 % of it.
-const MAX_LEAD: Duration = Duration::from_secs(20 * 60);
+/// A connection is replaced at a random time before the expiry: 30 % to 50 % of the remaining validity, or of this time if that is
+/// shorter.
+const MAX_REPLACEMENT_WINDOW: Duration = Duration::from_secs(20 * 60);
 /// Maximum time for which connections are still used after a trust anchor was removed.
 pub(super) const MAX_DELAY_AFTER_REMOVAL: Duration = Duration::from_secs(5);
 

@@ -93,8 +93,8 @@ impl LocalObjects {
         let own = link_age(link)?;
         let links = self.known_links();
         let ages = links.iter().filter_map(|link| link_age(link));
-        let rivals = ages.filter(|other| other.cluster == own.cluster && other.namespace == own.namespace);
-        let oldest = rivals.min()?;
+        let same_cluster = ages.filter(|other| other.cluster == own.cluster && other.namespace == own.namespace);
+        let oldest = same_cluster.min()?;
         (oldest < own).then(|| NamespacedName::new(&*oldest.namespace, &*oldest.name))
     }
 

@@ -305,10 +305,10 @@ impl HttpConnection {
     }
 
     /// Returns the reason if the policy denies a request in progress, as [`Self::check_route`] decides. Tunnels count only if
-    /// [`Self::closes_with_tunnels`].
+    /// [`Self::closes_connection_with_tunnels`].
     fn check_in_progress(&self, current: &ActivePolicy) -> Option<Denied> {
         let policy = &current.server_policy;
-        let includes_tunnels = self.closes_with_tunnels(policy);
+        let includes_tunnels = self.closes_connection_with_tunnels(policy);
         let forbids_connect = policy.protocol.http().is_some_and(ServerHttp::forbids_connect_tunnels);
         let authorized_routes = self.authorized_routes.lock();
         let mut in_progress = authorized_routes.iter().filter(|route| route.is_in_progress());
@@ -321,7 +321,7 @@ impl HttpConnection {
 
     /// Whether the policy closes the connection with its tunnels. A tunnel over HTTP/1 is the client's connection, and its task
     /// closes it. A tunnel over HTTP/2 is closed alone, unless the client may send no request any more.
-    pub(super) fn closes_with_tunnels(&self, policy: &ServerPolicy) -> bool {
+    pub(super) fn closes_connection_with_tunnels(&self, policy: &ServerPolicy) -> bool {
         self.protocol == HttpVersion::Http2 && !self.is_authorized_by(policy)
     }
 

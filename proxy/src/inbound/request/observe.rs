@@ -86,14 +86,15 @@ impl ResponseObserver for RouteRequestGuard {
 /// looked up only once. If the policy changes, [`AuthorizedRoute::is_in_progress`] finds the requests in progress that it may deny.
 pub(in crate::inbound) type AuthorizedRoutes = SmallVec<[AuthorizedRoute; 1]>;
 
-/// What ends when a changed policy denies a request in progress.
+/// A kind of request, by what ends when a changed policy denies it while it is in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::inbound) enum RequestKind {
-    /// The connection.
+    /// A request without a tunnel: its connection ends.
     Plain,
-    /// The connection, also if the rules forbid CONNECT tunnels: a CONNECT over HTTP/2, whose bytes are its body.
+    /// CONNECT over HTTP/2, which sends the bytes of its tunnel as its body: its connection ends. It is also denied when the rules
+    /// no longer permit CONNECT.
     Connect,
-    /// Only the tunnel that the request asks for.
+    /// A request for another tunnel: only the tunnel ends.
     Tunnel,
 }
 

@@ -162,7 +162,8 @@ impl HttpConnection {
     /// Whether this policy closes the client's connection, and so the tunnel: see [`Self::wait_until_denied`].
     fn is_closed_with_connection(&self, request: &TunnelRequest, current: &ActivePolicy) -> bool {
         let policy = &current.server_policy;
-        self.closes_with_tunnels(policy) && self.check_route(policy, &request.route_metrics.route_meta).is_err()
+        self.closes_connection_with_tunnels(policy)
+            && self.check_route(policy, &request.route_metrics.route_meta).is_err()
     }
 
     /// # Errors

@@ -1,5 +1,5 @@
-//! Floods of the webhooks, of telemetry and of the service mirror's admin port, with a real API server. All processes run on one
-//! host of a bridge, and the attackers on another.
+//! Floods of the webhooks, telemetry, and the admin port of the service mirror. They run with a real API server on one host of a
+//! bridge, and the attackers on another.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::process::Command;
