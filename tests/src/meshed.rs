@@ -159,6 +159,8 @@ impl MeshedCluster {
             format!("--identity-trust-domain={trust_domain}"),
             format!("--set=disableIPv6={}", !self.cluster.addresses().dual_stack()),
             "--disable-heartbeat".to_owned(),
+            // The default of newer versions.
+            "--set=proxy.nativeSidecar=true".to_owned(),
         ];
         let crds = ["install", "--crds", "--set=installGatewayAPI=true"].map(str::to_owned);
         for args in [&crds[..], &control_plane] {
