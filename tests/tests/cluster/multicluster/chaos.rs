@@ -35,8 +35,8 @@ const MAX_FAILED_REQUESTS_AT_KILL: [u64; 2] = [50, 10];
 /// kernel keeps 15 bytes, and of Linkerd's.
 const PROXY_PROGRAMS: [&str; 2] = ["linkerd2-proxy-", "linkerd2-proxy"];
 
-/// Three failed probes, one each 3 s, and the time until the gateway's pods have ended.
-const MAX_UNREPORTED: Duration = Duration::from_secs(12);
+/// Three failed probes, one each 3.3 s at most, the timeout of the last one in the proxy, 1 s, and the time of the command.
+const MAX_UNREPORTED: Duration = Duration::from_secs(15);
 /// A probe each 3 s, and the time until the client knows the change.
 const MAX_UNSERVED: Duration = Duration::from_secs(5);
 /// Half of the time that a proxy waits for a connection: a request without a gateway must not wait for one.
