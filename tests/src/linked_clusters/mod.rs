@@ -21,6 +21,8 @@ pub struct LinkedClusters {
     pub network: PairNetwork,
     pub west: MeshedCluster,
     pub east: MeshedCluster,
+    /// Whether the Link in `west` has a controller of its own, without which Linkerd's chart and commands do not work.
+    has_own_controller: bool,
 }
 
 impl LinkedClusters {
@@ -53,17 +55,23 @@ impl LinkedClusters {
         // Proxies of each cluster have connections with those of the other.
         west.has_third_party_proxies |= east.has_third_party_proxies;
         east.has_third_party_proxies = west.has_third_party_proxies;
-        let linked = Self { network, west, east };
+        let has_own_controller = linkerd != [LinkerdParts::None; 2];
+        let linked = Self {
+            network,
+            west,
+            east,
+            has_own_controller,
+        };
         progress("installing the gateway in east, and the service mirror in west");
         install_extension(&linked.east, &gateway_flag()).await?;
-        install_extension(&linked.west, &format!("--gateway=false {}", mirror_flags(&linked.west))).await?;
+        install_extension(&linked.west, &format!("--gateway=false {}", linked.mirror_flags())).await?;
         linked.wait_for_gateway().await?;
         progress("linking west to east");
         linked.link().await?;
         linked
             .west
             .cluster
-            .wait_for_deployment(NAMESPACE, mirror_deployment(&linked.west))
+            .wait_for_deployment(NAMESPACE, linked.mirror_deployment())
             .await?;
         Ok(linked)
     }
@@ -101,6 +109,22 @@ impl LinkedClusters {
         link(&self.west, &self.east, "east", &flags).await
     }
 
+    /// Flags of `install` for the service mirror of `west`.
+    fn mirror_flags(&self) -> &'static str {
+        match self.has_own_controller {
+            true => CONTROLLER_OF_EAST,
+            false => "--set serviceMirror.enableHeadlessServices=true",
+        }
+    }
+
+    /// The Deployment of the service mirror of `west`.
+    fn mirror_deployment(&self) -> &'static str {
+        match self.has_own_controller {
+            true => "controller-east",
+            false => SERVICE_MIRROR,
+        }
+    }
+
     /// Installs a gateway in `west` and a controller of the chart for this Link in `east`, and links `east` to `west`, so that each
     /// cluster can use Services of the other. The gateway of `east` gets its default number of replicas, one.
     ///
@@ -108,7 +132,7 @@ impl LinkedClusters {
     /// Fails if a command fails, or a pod does not become ready.
     pub async fn link_back(&self) -> anyhow::Result<()> {
         let gateway = gateway_flag();
-        install_extension(&self.west, &format!("{gateway} {}", mirror_flags(&self.west))).await?;
+        install_extension(&self.west, &format!("{gateway} {}", self.mirror_flags())).await?;
         install_extension(&self.east, &format!("{gateway} {CONTROLLER_OF_WEST}")).await?;
         for cluster in [&self.west, &self.east] {
             cluster
@@ -184,22 +208,6 @@ impl LinkedClusters {
 async fn install_extension(cluster: &MeshedCluster, flags: &str) -> anyhow::Result<()> {
     let manifests = tulle(cluster, &format!("multicluster install {flags}")).await?;
     cluster.apply(&manifests).await
-}
-
-/// Flags of `install` for the service mirror of `west`. Linkerd's chart needs a controller for each Link.
-fn mirror_flags(west: &MeshedCluster) -> &'static str {
-    match west.multicluster_program {
-        Some(_) => CONTROLLER_OF_EAST,
-        None => "--set serviceMirror.enableHeadlessServices=true",
-    }
-}
-
-/// The Deployment of the service mirror of `west`.
-fn mirror_deployment(west: &MeshedCluster) -> &'static str {
-    match west.multicluster_program {
-        Some(_) => "controller-east",
-        None => SERVICE_MIRROR,
-    }
 }
 
 fn gateway_flag() -> String {

@@ -15,7 +15,7 @@ use http::{Request, Version, header};
 use smallvec::SmallVec;
 use tokio::{
     sync::oneshot,
-    time::{Instant, sleep_until},
+    time::{Instant, sleep_until, timeout_at},
 };
 use tulle_core::metrics::Labels;
 
@@ -41,6 +41,13 @@ pub(super) type TriedEndpoints = SmallVec<[Arc<Endpoint>; MAX_ENDPOINTS_PER_ATTE
 struct PendingDial {
     endpoint: Arc<Endpoint>,
     result_rx: oneshot::Receiver<Result<ConnectOutcome, Error>>,
+}
+
+struct FailedDial {
+    endpoint: Arc<Endpoint>,
+    error: Error,
+    /// Until when the request may dial further endpoints, see [`MAX_REDIAL_TIME`].
+    redial_until: Instant,
 }
 
 /// Connects a request to an endpoint of its backend.
@@ -135,6 +142,7 @@ impl RequestConnector<'_> {
         needs: ConnectionRequirements,
     ) -> Result<(Arc<Endpoint>, ConnectOutcome), Error> {
         let mut dials: SmallVec<[PendingDial; MAX_ENDPOINTS_PER_ATTEMPT]> = SmallVec::new();
+        let redial_until = Instant::now() + MAX_REDIAL_TIME;
         let first_hedge_at = start_dial(&mut dials, endpoint, self.worker, needs);
         let mut hedge_at = self.may_dial_another_endpoint(tried, &dials).then_some(first_hedge_at);
         if let Some(connected) = self.find_shared_connection(tried, &dials, needs).await {
@@ -146,10 +154,13 @@ impl RequestConnector<'_> {
                 // Cancel-safe: a completed dial is removed in the same poll that returns it.
                 (endpoint, result) = first_completed(&mut dials) => match result {
                     Ok(outcome) => return Ok((endpoint, outcome)),
-                    Err(error) => match self.next_after_failed_dial(endpoint, error, tried, &dials).await? {
-                        Some(other) => other,
-                        None => continue,
-                    },
+                    Err(error) => {
+                        let failed = FailedDial { endpoint, error, redial_until };
+                        match self.next_after_failed_dial(failed, tried, &dials).await? {
+                            Some(other) => other,
+                            None => continue,
+                        }
+                    }
                 },
                 () = sleep_until(hedge_at.unwrap_or_else(Instant::now)), if hedge_at.is_some() => {
                     match self.backend.pick_where(|other| self.is_alternative(other, tried, &dials)) {
@@ -176,21 +187,27 @@ impl RequestConnector<'_> {
     /// No dial is in progress, and no other endpoint may be tried, is available, or passes [`Self::check_endpoint`].
     async fn next_after_failed_dial(
         &self,
-        failed: Arc<Endpoint>,
-        error: Error,
+        failed: FailedDial,
         tried: &mut TriedEndpoints,
         dials: &[PendingDial],
     ) -> Result<Option<Arc<Endpoint>>, Error> {
-        let may_try_another =
-            error.resendable() == Resendable::Always && self.may_send_to_another_endpoint(tried.len());
-        tried.push(failed);
+        let FailedDial {
+            endpoint,
+            error,
+            redial_until,
+        } = failed;
+        let is_below_limit = self.may_send_to_another_endpoint(tried.len());
+        tried.push(endpoint);
         let cause = error.cause();
         if !dials.is_empty() {
             self.count_resend(cause);
             return Ok(None);
         }
-        if !may_try_another {
+        if error.resendable() != Resendable::Always {
             return Err(error);
+        }
+        if !is_below_limit {
+            return self.redial_refused(error, tried, redial_until).await.map(Some);
         }
         if matches!(error, Error::NoFreeStream { .. }) {
             // The dial has already waited for a free stream, so the request does not also wait for another endpoint to become
@@ -206,6 +223,31 @@ impl RequestConnector<'_> {
         let other = self.backend.pick(tried).await?;
         self.check_endpoint(&other)?;
         Ok(Some(other))
+    }
+
+    /// Chooses a further endpoint for a request that has tried [`MAX_ENDPOINTS_PER_ATTEMPT`] if the last one refused the connection:
+    /// an address in front of several pods refuses some connections until it is known that one of the pods is gone.
+    ///
+    /// # Errors
+    /// Returns `error` if the last endpoint did not refuse the connection, or no endpoint is available before `until`.
+    async fn redial_refused(
+        &self,
+        error: Error,
+        tried: &TriedEndpoints,
+        until: Instant,
+    ) -> Result<Arc<Endpoint>, Error> {
+        let cause = error.cause();
+        if cause != "connect-refused" || matches!(self.backend, Backend::Forward(_)) {
+            return Err(error);
+        }
+        match timeout_at(until, self.backend.pick(tried)).await {
+            Ok(Ok(other)) if Instant::now() < until => {
+                self.count_resend(cause);
+                self.check_endpoint(&other)?;
+                Ok(other)
+            }
+            Ok(_) | Err(_) => Err(error),
+        }
     }
 
     /// Finds another endpoint with an open HTTP/2 connection. HTTP/1 connections are not searched: each request in progress
@@ -344,12 +386,15 @@ async fn first_completed(
 
 /// Maximum number of endpoints that one attempt is sent to or dials, resends included.
 pub(super) const MAX_ENDPOINTS_PER_ATTEMPT: usize = 3;
+/// Time for which a request dials more endpoints than that if they refuse the connection. Each of them is dialled again only after its
+/// backoff.
+const MAX_REDIAL_TIME: Duration = Duration::from_secs(1);
 /// Delay before another endpoint is dialled. Within one data centre, a dial with mTLS takes less time.
 const HEDGED_DIAL_DELAY: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
 mod tests {
-    use tokio::net::TcpSocket;
+    use tokio::{net::TcpSocket, time::sleep};
 
     use super::*;
     use crate::{
@@ -443,6 +488,43 @@ mod tests {
                 n_tried_by_earlier_attempts + MAX_ENDPOINTS_PER_ATTEMPT,
                 "{n_tried_by_earlier_attempts} {n_sent}"
             );
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn endpoints_that_refuse_connections_are_dialled_again_for_a_second() {
+        let context = EndpointContext::with_defaults();
+        let req = Request::get("http://web.test/").body(Body::empty()).unwrap();
+        let needs = ConnectionRequirements::from_request(&req, false);
+        for (listens_after, is_connected) in [(Duration::from_millis(600), true), (Duration::from_secs(2), false)] {
+            let socket = TcpSocket::new_v4().unwrap();
+            socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
+            let addr = socket.local_addr().unwrap();
+            let endpoints: Vec<_> = (0..2)
+                .map(|_| new_endpoint(&context, EndpointSpec::plain(addr)))
+                .collect();
+            let connector = RequestConnector {
+                worker: 0,
+                backend: &Backend::with_endpoints(&endpoints),
+                required_identity: None,
+                local_endpoints: LocalEndpoints::Permit,
+                families: &context.families,
+                n_tried_by_earlier_attempts: 0,
+            };
+            let listening = tokio::spawn(async move {
+                sleep(listens_after).await;
+                socket.listen(8).unwrap()
+            });
+            let started = Instant::now();
+            let mut tried = TriedEndpoints::new();
+            let connected = connector.connect_endpoint(&mut tried, needs).await;
+            assert!(tried.len() > MAX_ENDPOINTS_PER_ATTEMPT, "{}", tried.len());
+            match connected {
+                Ok(_) => assert!(is_connected),
+                Err(error) => assert!(!is_connected && error.cause() == "connect-refused", "{error}"),
+            }
+            assert!(started.elapsed() <= MAX_REDIAL_TIME, "{:?}", started.elapsed());
+            drop(listening.await.unwrap());
         }
     }
 

@@ -79,7 +79,13 @@ async fn commands_of_linkerd_show_the_link_and_remove_it(linked: &LinkedClusters
     let report: Value = serde_json::from_str(&report).unwrap();
     let checks = report["categories"][0]["checks"].as_array().unwrap();
     for description in PASSED_CHECKS {
-        let mut found = checks.iter().filter(|check| check["description"] == description);
+        // The names of the Links follow on further lines.
+        let is_described = |check: &&Value| {
+            check["description"]
+                .as_str()
+                .is_some_and(|text| text.lines().next() == Some(description))
+        };
+        let mut found = checks.iter().filter(is_described);
         let has_passed = found.any(|check| check["result"] == "success");
         assert!(has_passed, "{description}: {report:#}");
     }
