@@ -40,18 +40,27 @@ pub(crate) fn stat(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
         if let (Some(name), []) = (&query.name, rows) {
             bail!("no running {} {name} found{}", query.kind, namespace_suffix(query));
         }
+        let several_clusters = rows.iter().any(|row| !row.cluster.is_empty());
         let mut titles = vec!["NAME", "MESHED"];
+        if several_clusters {
+            titles.insert(CLUSTER_COLUMN, "CLUSTER");
+        }
         titles.extend(golden_titles(output));
         if output == Output::Wide {
             titles.push("CAUSES");
         }
         let lines = rows.iter().map(|row| {
-            let mut line = vec![
-                display_name(query, &row.resource),
-                format!("{}/{}", row.meshed, row.total),
-            ];
+            let is_local = row.cluster.is_empty();
+            let meshed = match is_local {
+                true => format!("{}/{}", row.meshed, row.total),
+                false => "-".to_owned(),
+            };
+            let mut line = vec![display_name(query, &row.resource), meshed];
+            if several_clusters {
+                line.insert(CLUSTER_COLUMN, or_dash(&row.cluster));
+            }
             line.extend(match row.meshed {
-                0 => vec!["-".to_owned(); golden_titles(output).len()],
+                0 if is_local => vec!["-".to_owned(); golden_titles(output).len()],
                 _ => golden_cells(&row.golden, output),
             });
             if output == Output::Wide {
@@ -59,11 +68,13 @@ pub(crate) fn stat(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             }
             line
         });
-        Ok(table_with_namespaces(query, titles, lines, |at| {
-            &rows[at].resource.namespace
-        }))
+        let namespaces = rows.iter().map(|row| &*row.resource.namespace).collect();
+        Ok(table_with_namespaces(query, titles, lines, namespaces))
     })
 }
+
+/// The column of the cluster in `tulle stat`.
+const CLUSTER_COLUMN: usize = 1;
 
 /// Runs `tulle edges`.
 pub(crate) fn edges(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
@@ -125,9 +136,8 @@ pub(crate) fn routes(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<E
             );
             line
         });
-        Ok(table_with_namespaces(query, titles, lines, |at| {
-            &rows[at].workload.namespace
-        }))
+        let namespaces = rows.iter().map(|row| &*row.workload.namespace).collect();
+        Ok(table_with_namespaces(query, titles, lines, namespaces))
     })
 }
 
@@ -171,20 +181,23 @@ fn namespace_suffix(query: &TelemetryQuery) -> String {
     }
 }
 
-/// Formats a table, with a namespace column if the query covers several namespaces.
-fn table_with_namespaces<'a>(
+/// Formats a table, with a namespace column if the query covers several namespaces, or a line has another one than the query:
+/// workloads of a namespace can use Services in another one of another cluster. `namespaces` has that of each line.
+fn table_with_namespaces(
     query: &TelemetryQuery,
     mut titles: Vec<&str>,
     lines: impl Iterator<Item = Vec<String>>,
-    namespace: impl Fn(usize) -> &'a str,
+    namespaces: Vec<&str>,
 ) -> String {
-    let has_namespace_column = query.namespace.is_none() && query.kind != "namespace";
+    let is_another = |namespace: &&str| query.namespace.as_deref() != Some(*namespace);
+    let has_namespace_column =
+        query.kind != "namespace" && (query.namespace.is_none() || namespaces.iter().any(is_another));
     if has_namespace_column {
         titles.insert(0, "NAMESPACE");
     }
-    let lines = lines.enumerate().map(|(at, mut line)| {
+    let lines = lines.zip(namespaces).map(|(mut line, namespace)| {
         if has_namespace_column {
-            line.insert(0, or_dash(namespace(at)));
+            line.insert(0, or_dash(namespace));
         }
         line
     });
@@ -300,6 +313,7 @@ const MAX_WINDOW: Duration = Duration::from_secs(300);
 pub(crate) const STAT_EXAMPLES: &str = "\
   tulle stat deploy -n shop
   tulle stat deploy/web -n shop -o wide      # with bytes, denied requests and causes: see `tulle explain`
+  tulle stat svc -n shop                     # also Services of other clusters, as the clients in shop see them
   tulle stat ns
   tulle stat -A -t 5m -o json
   tulle stat --control 127.0.0.1:8089        # without Kubernetes, on the machine of the control plane
@@ -364,10 +378,11 @@ mod tests {
     fn namespaces_are_shown_if_there_are_several() {
         let table = |namespace: Option<&str>| {
             let lines = std::iter::once(vec!["web".to_owned()]);
-            table_with_namespaces(&telemetry_query(namespace, "deploy"), vec!["NAME"], lines, |_| "shop")
+            table_with_namespaces(&telemetry_query(namespace, "deploy"), vec!["NAME"], lines, vec!["shop"])
         };
         assert_eq!(table(None), "NAMESPACE   NAME\nshop        web\n");
         assert_eq!(table(Some("shop")), "NAME\nweb\n");
+        assert_eq!(table(Some("bank")), table(None));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use crate::model::endpoints::TlsIdentity;
 use super::api::{
     EdgeMetrics, GoldenMetrics, QueryResponse, ResourceName, RouteMetrics, UnreachableSidecar, WorkloadMetrics,
 };
-use super::counts::{self, Direction, PeerTls, Rates, SidecarValues, TrafficValues};
+use super::counts::{self, Destination, Direction, PeerTls, Rates, SidecarValues, TrafficValues};
 use super::scraper::ObservedWorkloads;
 
 /// The workloads that a query selects.
@@ -84,12 +84,26 @@ impl Selection {
         groups
     }
 
+    /// The group that a destination in another cluster counts towards. `None` if it is not selected. Its pods and its other Services are
+    /// not known.
+    fn remote_group(&self, target: &Destination) -> Option<ResourceName> {
+        let group = destination_resource(target);
+        let is_of_kind = match &self.by {
+            GroupKind::Workload => true,
+            GroupKind::Owner(kind) => group.kind == *kind,
+            GroupKind::Service => group.kind == "service",
+            GroupKind::Pod | GroupKind::Namespace => false,
+        };
+        let is_selected = is_of_kind && self.name.as_ref().is_none_or(|name| *name == group.name);
+        is_selected.then_some(group)
+    }
+
     fn selects(&self, workload: &Workload) -> bool {
         !self.groups(workload).is_empty()
     }
 }
 
-/// Returns the golden metrics of the selected workloads.
+/// Returns the golden metrics of the selected workloads, and of those in other clusters that the observed clients use.
 pub(super) fn workloads(observed: &ObservedWorkloads, selection: &Selection) -> QueryResponse<WorkloadMetrics> {
     #[derive(Default)]
     struct AggregatedValues {
@@ -119,12 +133,42 @@ pub(super) fn workloads(observed: &ObservedWorkloads, selection: &Selection) -> 
     }
     let rows = sums.into_iter().map(|(resource, sum)| WorkloadMetrics {
         resource,
+        cluster: String::new(),
         meshed: sum.meshed,
         total: sum.total,
         golden: GoldenMetrics::from(&sum.inbound),
         causes: sum.causes,
     });
-    response(observed, selection, rows.collect())
+    response(
+        observed,
+        selection,
+        rows.chain(remote_workloads(observed, selection)).collect(),
+    )
+}
+
+fn remote_workloads(
+    observed: &ObservedWorkloads,
+    selection: &Selection,
+) -> impl Iterator<Item = WorkloadMetrics> + use<> {
+    let mut sums: BTreeMap<(String, ResourceName), TrafficValues> = BTreeMap::new();
+    for (_, per_second) in scraped_workloads(observed) {
+        for (target, rates) in &per_second.destinations {
+            if !target.cluster.is_empty()
+                && !rates.is_idle()
+                && let Some(group) = selection.remote_group(target)
+            {
+                sums.entry((target.cluster.clone(), group)).or_default().add(rates);
+            }
+        }
+    }
+    sums.into_iter().map(|((cluster, resource), rates)| WorkloadMetrics {
+        resource,
+        cluster,
+        meshed: 0,
+        total: 0,
+        golden: GoldenMetrics::from(&rates),
+        causes: BTreeMap::new(),
+    })
 }
 
 /// Returns the traffic to and from the selected workloads.
@@ -156,11 +200,7 @@ pub(super) fn edges(observed: &ObservedWorkloads, selection: &Selection) -> Quer
     for (workload, per_second) in scraped_workloads(observed) {
         let workload_owner = owner(workload);
         for (target, rates) in per_second.destinations.iter().filter(|(_, rates)| !rates.is_idle()) {
-            let destination = ResourceName {
-                namespace: target.namespace.clone(),
-                kind: kind_of_label(&target.kind).to_owned(),
-                name: target.name.clone(),
-            };
+            let destination = destination_resource(target);
             let is_selected = target.cluster.is_empty() && selected.contains(&destination);
             if !selection.selects(workload) && !is_selected {
                 continue;
@@ -265,6 +305,14 @@ fn owner(workload: &Workload) -> ResourceName {
         namespace: workload.name.namespace.to_string(),
         kind: kind_of_label(&workload.owner.0).to_owned(),
         name: workload.owner.1.to_string(),
+    }
+}
+
+fn destination_resource(target: &Destination) -> ResourceName {
+    ResourceName {
+        namespace: target.namespace.clone(),
+        kind: kind_of_label(&target.kind).to_owned(),
+        name: target.name.clone(),
     }
 }
 
@@ -466,6 +514,20 @@ mod tests {
                 east(name("shop", "deployment", "web"))
             ]
         );
+        // They have rows of their own, with the traffic that the clients report.
+        let remote = |selection: &Selection| -> Vec<_> {
+            let rows = workloads(&observed, selection).rows.into_iter();
+            let rows = rows.filter(|row| !row.cluster.is_empty());
+            rows.map(|row| (row.cluster, row.resource, row.golden.success_rate))
+                .collect()
+        };
+        let pay = ("east".to_owned(), name("bank", "service", "pay"), Some(1.0));
+        let web = ("east".to_owned(), name("shop", "deployment", "web"), Some(1.0));
+        assert_eq!(remote(&all(GroupKind::Service)), [pay.clone()]);
+        assert_eq!(remote(&one("web")), [web.clone()]);
+        assert_eq!(remote(&all(GroupKind::Workload)), [pay, web]);
+        assert_eq!(remote(&all(GroupKind::Namespace)), []);
+        assert_eq!(remote(&one("client")), []);
     }
 
     #[test]

@@ -87,9 +87,12 @@ async fn commands_show_the_other_cluster(linked: &LinkedClusters) {
         let edge = edges.lines().find(|line| line.contains("svc/web")).unwrap_or_default();
         let edge: Vec<_> = edge.split_whitespace().take(5).collect();
         assert_eq!(edge, ["deploy/client", "svc/web", "shop", "shop", "east"], "{edges}");
+        let stat = tulle(&linked.west, "stat svc/web -n shop").await?;
+        let row = stat.lines().find(|line| line.contains(" east "));
+        let row: Vec<_> = row.unwrap_or_default().split_whitespace().take(4).collect();
+        assert_eq!(row, ["web", "east", "-", "100.00%"], "{stat}");
         let edges = tulle(&linked.east, "edges deploy/web -n shop").await?;
         assert!(edges.contains("linkerd-gateway.linkerd-multicluster"), "{edges}");
-        // `stat` shows servers, each in its own cluster.
         for (line, expected) in [
             ("stat deploy/web -n shop", ["web", "2/2", "100.00%"]),
             (
