@@ -56,20 +56,24 @@ impl Linkerd {
         self.dir.join("controller")
     }
 
-    /// The version of the program `controller`, such as `edge-26.8.3`: that of its build, or else the value of the variable
-    /// `LINKERD_CONTAINER_VERSION_OVERRIDE`.
+    /// The numbers of the version of the program `controller`, such as 26, 8 and 3 of `edge-26.8.3`: that of its build, or else the
+    /// value of the variable `LINKERD_CONTAINER_VERSION_OVERRIDE`.
     ///
     /// # Errors
-    /// Fails if the program cannot be started or fails.
-    pub async fn controller_version(&self) -> anyhow::Result<String> {
+    /// Fails if the program cannot be started or fails, or if it is no edge version.
+    pub async fn controller_version(&self) -> anyhow::Result<Vec<u32>> {
         let mut controller = Command::new(self.controller());
         controller.args(["service-mirror", "-version"]);
         let line = format!("{} service-mirror -version", self.controller().display());
         let output = commands::output(&line, controller).await?;
         let answer = String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.success(), "{line}: {}", answer.trim());
-        let version = String::from_utf8(output.stdout).context("the version of Linkerd")?;
-        Ok(version.trim().to_owned())
+        let name = String::from_utf8_lossy(&output.stdout);
+        let numbers = name.trim().strip_prefix("edge-").unwrap_or_default().split('.');
+        let version: Result<Vec<u32>, _> = numbers.map(str::parse).collect();
+        version.with_context(|| {
+            format!("{name} is no edge version; LINKERD_CONTAINER_VERSION_OVERRIDE can be one (2.18 is edge-25.4.4)")
+        })
     }
 
     /// The docker archives of the images that the manifests of the program name: all files that end in `.tar`.

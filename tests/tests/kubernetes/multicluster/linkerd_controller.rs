@@ -11,21 +11,15 @@ use super::*;
 /// The program, in the directory that `TULLE_TEST_LINKERD` names.
 pub(super) struct LinkerdController {
     path: PathBuf,
-    /// The numbers of its version, such as 26, 8 and 3 of edge-26.8.3.
     version: Vec<u32>,
 }
 
 impl LinkerdController {
     pub(super) async fn from_env() -> Self {
         let linkerd = Linkerd::from_env().unwrap();
-        let name = linkerd.controller_version().await.unwrap();
-        let numbers = name.strip_prefix("edge-").unwrap_or_default().split('.');
-        let version: Result<Vec<u32>, _> = numbers.map(str::parse).collect();
         Self {
             path: linkerd.controller(),
-            version: version.unwrap_or_else(|_| {
-                panic!("{name} is no edge version; LINKERD_CONTAINER_VERSION_OVERRIDE can be one (2.18 is edge-25.4.4)")
-            }),
+            version: linkerd.controller_version().await.unwrap(),
         }
     }
 
