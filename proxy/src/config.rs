@@ -128,9 +128,9 @@ pub struct Connect {
     pub user_timeout: Option<Duration>,
     /// Timeout of TCP and TLS together. Default: 4 s inbound, which is also the minimum there; 1 s outbound.
     pub timeout: Duration,
-    /// Backoff of streams of the control plane and of dials to it (at most 5 s), not of dials to endpoints. The inbound value is
-    /// for streams of inbound policies, the outbound one for all other streams; dials use the inbound value if the control plane
-    /// has a loopback address. Default from 100 ms to 10 s (inbound) or 60 s (outbound), jitter 0.1.
+    /// Backoff of streams from the control plane, and of dials to the control plane, where it is at most 5 s. Dials to endpoints do
+    /// not use it. The inbound value is for streams of inbound policies, and for dials if the control plane has a loopback address;
+    /// the outbound value is for all others. Default from 100 ms to 10 s (inbound) or 60 s (outbound), jitter 0.1.
     pub backoff: Backoff,
 }
 

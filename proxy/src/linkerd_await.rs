@@ -53,9 +53,9 @@ pub struct Args {
 
 /// Waits for the proxy, then runs the program. Returns the exit code of this process.
 pub fn run(args: &Args) -> ExitCode {
-    let reason = |name| std::env::var_os(name).filter(|reason| !reason.is_empty());
-    let is_verbose = args.verbose > 0 || reason(variable::AWAIT_VERBOSE).is_some();
-    let disabled = reason(variable::AWAIT_DISABLED).or_else(|| reason(variable::DISABLED));
+    let non_empty_variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+    let is_verbose = args.verbose > 0 || non_empty_variable(variable::AWAIT_VERBOSE).is_some();
+    let disabled = non_empty_variable(variable::AWAIT_DISABLED).or_else(|| non_empty_variable(variable::DISABLED));
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => return fail(format_args!("starting: {error}")),

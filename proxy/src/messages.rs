@@ -1,5 +1,5 @@
-//! Checks whether the proxy can decode a message of the control plane. An inbound policy that it cannot decode
-//! closes its port. Any other such message has no effect if an earlier one was valid.
+//! Checks whether the proxy can decode a message of the control plane. If the proxy cannot decode an inbound policy, it closes the
+//! port. It ignores any other message that it cannot decode, if an earlier one was valid.
 
 use tulle_proto::{destination, inbound, outbound};
 

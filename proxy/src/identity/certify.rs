@@ -289,8 +289,8 @@ impl Certifier {
     }
 }
 
-/// The time until the renewal: 63 % to 70 % of the remaining time, within the configured bounds. The random part prevents that
-/// proxies that started together renew together.
+/// The time until the renewal: 63 % to 70 % of the remaining time, within the configured bounds. It is random, so that
+/// proxies that started together do not renew together.
 fn renewal_delay(left: Duration, config: &Config) -> Duration {
     left.mul_f64(fastrand::f64().mul_add(-0.07, 0.7))
         .clamp(config.min_refresh, config.max_refresh)

@@ -27,10 +27,10 @@ use crate::identity::key::{Key, KeyError};
 use crate::tls::credentials::{Credentials, TrustAnchors};
 use crate::tls::tests::Authority;
 
-/// An identity service that signs requests as its state says.
+/// An identity service that signs or refuses requests as its state says.
 #[derive(Clone)]
 struct Signer {
-    shared: Arc<SignerState>,
+    state: Arc<SignerState>,
 }
 
 struct SignerState {
@@ -45,19 +45,19 @@ struct SignerState {
 impl Service for Signer {
     async fn certify(&self, req: Request<CertifyRequest>) -> Result<Response<CertifyResponse>, Status> {
         let req = req.into_inner();
-        self.shared.requests.lock().push(req.clone());
-        if let Some(status) = self.shared.refusals.lock().pop() {
+        self.state.requests.lock().push(req.clone());
+        if let Some(status) = self.state.refusals.lock().pop() {
             return Err(status);
         }
         let der = CertificateSigningRequestDer::from(req.certificate_signing_request);
         let mut csr = CertificateSigningRequestParams::from_der(&der).unwrap();
         csr.params.not_before = (SystemTime::now() - Duration::from_secs(60)).into();
-        csr.params.not_after = (SystemTime::now() + self.shared.lifetime).into();
-        let authority = self.shared.authority.lock().clone();
+        csr.params.not_after = (SystemTime::now() + self.state.lifetime).into();
+        let authority = self.state.authority.lock().clone();
         let certificate = csr.signed_by(&authority.issuer).unwrap();
         Ok(Response::new(CertifyResponse {
             leaf_certificate: certificate.der().to_vec(),
-            trust_anchors: self.shared.anchors.clone(),
+            trust_anchors: self.state.anchors.clone(),
             ..Default::default()
         }))
     }
@@ -66,7 +66,7 @@ impl Service for Signer {
 /// A running certifier and its environment.
 struct Fixture {
     authority: Arc<Authority>,
-    signing: Arc<SignerState>,
+    signer: Arc<SignerState>,
     creds: Credentials,
     readiness: Readiness,
     registry: Registry,
@@ -111,7 +111,7 @@ impl Default for Setup {
 
 async fn fixture(setup: Setup) -> Fixture {
     let authority = Arc::new(Authority::new());
-    let signing = Arc::new(SignerState {
+    let signer = Arc::new(SignerState {
         authority: Mutex::new((setup.signing_authority)(authority.clone())),
         lifetime: setup.lifetime,
         anchors: (setup.anchors)(&authority),
@@ -122,9 +122,7 @@ async fn fixture(setup: Setup) -> Fixture {
         Security::Loopback => None,
         Security::MutualTls(_) => Some(authority.credentials(CONTROL)),
     };
-    let service = IdentityServer::new(Signer {
-        shared: signing.clone(),
-    });
+    let service = IdentityServer::new(Signer { state: signer.clone() });
     let server = Server::start(([127, 0, 0, 1], 0).into(), server_creds, service).await;
 
     let dir = TempDir::new().unwrap();
@@ -165,7 +163,7 @@ async fn fixture(setup: Setup) -> Fixture {
     let certifier = tokio::spawn(certifier.run(readiness.latch("no certificate yet")));
     Fixture {
         authority,
-        signing,
+        signer,
         creds,
         readiness,
         registry,
@@ -196,7 +194,7 @@ async fn the_first_certificate_makes_the_proxy_ready() {
     assert_eq!(fixture.readiness.reasons(), ["no certificate yet"]);
     with_timeout(fixture.creds.wait_certified()).await;
     fixture.wait_until(|fixture| fixture.readiness.is_ready()).await;
-    let req = fixture.signing.requests.lock()[0].clone();
+    let req = fixture.signer.requests.lock()[0].clone();
     assert_eq!((req.identity.as_str(), req.token.as_slice()), (CLIENT, &b"first"[..]));
     assert!(fixture.has_metric(r#"control_identity_cert_refreshes_total{result="ok"} 1"#));
     let expires = fixture
@@ -226,7 +224,7 @@ async fn certificates_are_renewed_in_time_with_the_current_token() {
         fixture.creds.validity().unwrap().not_after > SystemTime::now(),
         "the certificate in use has not expired"
     );
-    assert_eq!(fixture.signing.requests.lock()[1].token, b"second");
+    assert_eq!(fixture.signer.requests.lock()[1].token, b"second");
 }
 
 #[tokio::test]
@@ -239,7 +237,7 @@ async fn each_certificate_has_a_new_key_unless_the_key_is_from_files() {
         })
         .await;
         fixture.wait_until(|fixture| fixture.creds.generation() >= 2).await;
-        let requests = fixture.signing.requests.lock().clone();
+        let requests = fixture.signer.requests.lock().clone();
         let is_same = requests[0].certificate_signing_request == requests[1].certificate_signing_request;
         assert_eq!(is_same, has_key_files);
     }
@@ -256,7 +254,7 @@ async fn a_suspended_machine_requests_a_certificate_when_it_resumes() {
     .await;
     with_timeout(fixture.creds.wait_certified()).await;
     SUSPENDED.store(3600, Ordering::Relaxed);
-    skip(Duration::from_secs(6)).await;
+    advance_clock(Duration::from_secs(6)).await;
     fixture.wait_until(|fixture| fixture.creds.generation() >= 2).await;
 }
 
@@ -281,7 +279,7 @@ async fn a_certificate_of_a_foreign_authority_is_not_used() {
     })
     .await;
     fixture
-        .wait_until(|fixture| fixture.signing.requests.lock().len() >= 2)
+        .wait_until(|fixture| fixture.signer.requests.lock().len() >= 2)
         .await;
     assert_eq!(fixture.creds.generation(), 0);
     let reasons = fixture.readiness.reasons();
@@ -289,7 +287,7 @@ async fn a_certificate_of_a_foreign_authority_is_not_used() {
         reasons[0].starts_with("no certificate yet: the certificate cannot be used: "),
         "{reasons:?}"
     );
-    *fixture.signing.authority.lock() = fixture.authority.clone();
+    *fixture.signer.authority.lock() = fixture.authority.clone();
     with_timeout(fixture.creds.wait_certified()).await;
 }
 
@@ -325,7 +323,7 @@ async fn trust_anchors_of_the_file_and_of_the_control_plane_are_combined() {
     let file = fixture.authority.certificate.pem() + &Authority::named("added").certificate.pem();
     let added = TrustAnchors::from_pem(&file).unwrap();
     fs::write(fixture.dir.path().join("anchors.pem"), file).unwrap();
-    skip(Duration::from_secs(11)).await;
+    advance_clock(Duration::from_secs(11)).await;
     let all = added.union(&sent).unwrap();
     fixture.wait_until(|fixture| fixture.creds.anchors() == all).await;
     let generation_before = fixture.creds.generation();
@@ -357,7 +355,7 @@ async fn anchors_without_the_root_of_the_certificate_are_not_used() {
     })
     .await;
     fixture
-        .wait_until(|fixture| fixture.signing.requests.lock().len() >= 2)
+        .wait_until(|fixture| fixture.signer.requests.lock().len() >= 2)
         .await;
     assert_eq!(fixture.creds.generation(), 0);
     assert_eq!(fixture.creds.anchors(), fixture.authority.anchors());
@@ -370,7 +368,7 @@ async fn the_anchors_file_is_reloaded_unless_it_is_invalid() {
     let file = fixture.dir.path().join("anchors.pem");
     let both = fixture.authority.certificate.pem() + &Authority::named("next").certificate.pem();
     fs::write(&file, "no certificate").unwrap();
-    skip(Duration::from_secs(11)).await;
+    advance_clock(Duration::from_secs(11)).await;
     assert_eq!(fixture.creds.anchors(), fixture.authority.anchors());
     fixture
         .wait_until(|fixture| {
@@ -380,7 +378,7 @@ async fn the_anchors_file_is_reloaded_unless_it_is_invalid() {
         })
         .await;
     fs::write(&file, both).unwrap();
-    skip(Duration::from_secs(11)).await;
+    advance_clock(Duration::from_secs(11)).await;
     fixture
         .wait_until(|fixture| fixture.creds.anchors() != fixture.authority.anchors())
         .await;
@@ -388,8 +386,8 @@ async fn the_anchors_file_is_reloaded_unless_it_is_invalid() {
     fixture.wait_until(|fixture| fixture.creds.generation() >= 2).await;
 }
 
-/// Advances the paused clock.
-async fn skip(time: Duration) {
+/// Advances the clock of timers, without waiting.
+async fn advance_clock(time: Duration) {
     tokio::time::pause();
     tokio::time::advance(time).await;
     tokio::time::resume();
@@ -441,10 +439,11 @@ fn key_files_are_used_if_they_exist_and_match() {
         Err(KeyError::BadSigningRequest { .. })
     ));
     fs::remove_file(dir.path().join("csr.der")).unwrap();
-    let half = Key::load(path, &id()).unwrap_err();
+    let error = Key::load(path, &id()).unwrap_err();
     assert!(
-        half.to_string()
+        error
+            .to_string()
             .ends_with("csr.der does not; both or neither must exist"),
-        "{half}"
+        "{error}"
     );
 }

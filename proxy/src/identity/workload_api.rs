@@ -1,7 +1,7 @@
 //! Certificate, key and trust anchors from a SPIFFE Workload API, updated while the process runs.
 //!
 //! The API is a gRPC service on a Unix socket. The server identifies the caller by its process, so no token is sent. The server
-//! decides when to renew: an update takes effect immediately, and the last one stays while the server is unavailable.
+//! decides when to renew: an update takes effect immediately, and stays in use while the server is unavailable.
 
 use std::io;
 use std::path::PathBuf;
@@ -90,8 +90,8 @@ impl WorkloadApiClient {
     ) -> Self {
         Self {
             socket,
-            invalid_anchors_reporter: extra_anchors.as_ref().map(|added| added.reporter(registry)),
-            last_extra_anchors: extra_anchors.as_ref().and_then(|added| added.read().ok()),
+            invalid_anchors_reporter: extra_anchors.as_ref().map(|source| source.reporter(registry)),
+            last_extra_anchors: extra_anchors.as_ref().and_then(|source| source.read().ok()),
             extra_anchors,
             creds,
             metrics: Metrics::new(registry),
@@ -197,16 +197,16 @@ impl WorkloadApiClient {
     /// # Errors
     /// No valid additional trust anchors have been read yet, or the anchors cannot be used together.
     fn with_extra_anchors(&mut self, bundle: &TrustAnchors) -> Result<TrustAnchors, FetchError> {
-        let Some(added) = &self.extra_anchors else {
+        let Some(source) = &self.extra_anchors else {
             return Ok(bundle.clone());
         };
-        match added.read() {
+        match source.read() {
             Ok(read) => self.last_extra_anchors = Some(read),
             Err(error) if self.last_extra_anchors.is_none() => return Err(FetchError::ExtraAnchors(error)),
             Err(error) => self.report_invalid_anchors(&error),
         }
         match &self.last_extra_anchors {
-            Some(added) => bundle.union(added).map_err(FetchError::Anchors),
+            Some(extra) => bundle.union(extra).map_err(FetchError::Anchors),
             None => Ok(bundle.clone()),
         }
     }

@@ -79,7 +79,7 @@ impl Drop for Fixture {
     }
 }
 
-fn fixture(added: Option<&Authority>) -> Fixture {
+fn fixture(extra_authority: Option<&Authority>) -> Fixture {
     let dir = TempDir::new().unwrap();
     let socket = dir.path().join("api.sock");
     let (streams_tx, streams_rx) = mpsc::channel(8);
@@ -88,14 +88,14 @@ fn fixture(added: Option<&Authority>) -> Fixture {
     };
     let listener = UnixListener::bind(&socket).unwrap();
     let server = tokio::spawn(serve(listener, api));
-    let added = added.map(|authority| {
+    let extra_anchors = extra_authority.map(|authority| {
         let file = dir.path().join("added.pem");
         fs::write(&file, authority.certificate.pem()).unwrap();
         TrustAnchorSource::File(file)
     });
     let creds = Credentials::new(VM.parse().unwrap(), "vm.example.com", TrustAnchors::none()).unwrap();
     let (registry, readiness) = (Registry::new(), Readiness::new());
-    let workload = WorkloadApiClient::new(socket, added, creds.clone(), &registry);
+    let workload = WorkloadApiClient::new(socket, extra_anchors, creds.clone(), &registry);
     let workload = tokio::spawn(workload.run(readiness.latch("no certificate yet")));
     Fixture {
         streams: streams_tx,

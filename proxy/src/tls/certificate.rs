@@ -49,8 +49,8 @@ pub(super) fn parse(certificate: &CertificateDer<'_>) -> Result<CertificateInfo,
 
 /// The time for which a chain stays valid: that of its leaf and intermediates.
 ///
-/// Roots that a peer sends with its chain do not count, because verification ignores their validity: certificates with the name and
-/// key of a trust anchor, also if another authority has signed them, and self-issued certificates.
+/// Roots in the chain do not count, because verification ignores their validity. A root is a self-issued certificate, or a
+/// certificate with the name and key of a trust anchor, even if another authority has signed it.
 ///
 /// # Errors
 /// There is no certificate, or one cannot be parsed.

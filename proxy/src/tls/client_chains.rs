@@ -67,7 +67,7 @@ impl ClientChain {
         }
     }
 
-    /// False when [`Self::wait_untrusted`] has ended.
+    /// False once the trust anchors no longer verify the chain. It does not become true again.
     pub(crate) fn is_trusted(&self) -> bool {
         self.is_trusted.load(Ordering::Acquire)
     }
@@ -120,7 +120,8 @@ impl ClientChains {
         Ok(chain)
     }
 
-    /// Marks the chains that `is_trusted` refuses, whose connections then end. Its second argument is [`ClientChain::not_after`].
+    /// Marks the chains that `is_trusted` refuses; their connections then end. The second argument of `is_trusted` is
+    /// [`ClientChain::not_after`].
     pub(super) fn mark_untrusted(&self, is_trusted: impl Fn(&[CertificateDer<'_>], SystemTime) -> bool) {
         // The signatures are verified without the lock.
         let chains: Vec<_> = {

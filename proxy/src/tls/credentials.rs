@@ -96,6 +96,7 @@ struct Shared {
 struct State {
     anchors: TrustAnchors,
     certified_key: Option<CertifiedKey>,
+    /// The validity of the leaf.
     validity: Option<Validity>,
     /// The time at which the first certificate of the chain expires.
     not_after: Option<SystemTime>,
@@ -321,7 +322,8 @@ impl Credentials {
         Ok(())
     }
 
-    /// Makes `state` the current one. If a trust anchor is removed, the connections of clients that the others do not verify end.
+    /// Makes `state` the current one. If that removes a trust anchor, ends the connections of clients whose certificates the
+    /// remaining anchors do not verify.
     fn store(&self, mut state: State) {
         let previous = self.shared.state.load_full();
         if state.anchors.includes(&previous.anchors) {
@@ -338,7 +340,7 @@ impl Credentials {
         });
     }
 
-    /// How long connections can be used that are opened now.
+    /// How long connections that are opened now can be used.
     pub(crate) fn lifetime(&self) -> CredentialsLifetime {
         let state = self.shared.state.load();
         CredentialsLifetime {
@@ -352,7 +354,8 @@ impl Credentials {
     /// handshake.
     ///
     /// # Errors
-    /// A certificate cannot be parsed, or a trust anchor was removed during the handshake and the others do not verify it.
+    /// A certificate cannot be parsed. Or a trust anchor was removed during the handshake, and the remaining ones do not verify the
+    /// certificates.
     pub(super) fn open_client_chain(
         &self,
         certificates: &[CertificateDer<'static>],

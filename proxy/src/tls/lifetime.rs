@@ -27,11 +27,11 @@ impl CredentialsLifetime {
     /// later: see `CertificateDeadlines` of the inbound side.
     pub(crate) fn retirement<IO>(self, stream: &TlsStream<IO>) -> Retirement {
         let (_, session) = stream.get_ref();
-        let of_server = session
+        let server_not_after = session
             .peer_certificates()
             .and_then(|certificates| certificate::chain_validity(certificates, &self.anchors).ok())
             .map(|validity| validity.not_after);
-        let first_expiry = self.not_after.into_iter().chain(of_server).min();
+        let first_expiry = self.not_after.into_iter().chain(server_not_after).min();
         let remaining = first_expiry.map_or(MAX_REMAINING_VALIDITY, certificate::remaining_validity);
         Retirement {
             at: Instant::now() + usable_for(remaining, fastrand::f64()),
@@ -41,14 +41,14 @@ impl CredentialsLifetime {
     }
 }
 
-/// How long a connection is used whose certificates are valid for `remaining`. `random` is from 0 to 1.
+/// The time for which a connection is used, if its certificates are valid for `remaining`. `random` is from 0 to 1.
 fn usable_for(remaining: Duration, random: f64) -> Duration {
     let lead = remaining.min(MAX_REPLACEMENT_WINDOW).mul_f64(random.mul_add(0.2, 0.3));
     remaining - lead
 }
 
-/// A connection is replaced at a random time before the expiry: 30 % to 50 % of the remaining validity, or of this time if that is
-/// shorter.
+/// A connection is replaced some time before its certificates expire: a random 30 % to 50 % of their remaining validity, or of this
+/// duration if the validity is longer.
 const MAX_REPLACEMENT_WINDOW: Duration = Duration::from_secs(20 * 60);
 /// Maximum time for which connections are still used after a trust anchor was removed.
 pub(super) const MAX_DELAY_AFTER_REMOVAL: Duration = Duration::from_secs(5);
