@@ -17,10 +17,10 @@ use crate::{policy::authz::Denied, tls::client_chains::ClientChain};
 #[derive(Debug, Default)]
 pub(in crate::inbound) struct ClientCertificate {
     pub(in crate::inbound) chain: Option<Arc<ClientChain>>,
-    /// Whether the connection closes gracefully: from [`CertificateDeadlines::close_at`] on, or if the chain is not trusted.
+    /// Whether the connection closes gracefully: from [`CertificateDeadlines::close_at`] on, or once the chain has become untrusted.
     is_closing: AtomicBool,
-    /// Whether the connection gets no further request: from [`CertificateDeadlines::expires_at`] on, or
-    /// [`UNTRUSTED_CLOSE_TIME`] after the chain was not trusted.
+    /// Whether further requests are refused: from [`CertificateDeadlines::expires_at`] on, or [`UNTRUSTED_CLOSE_TIME`] after the
+    /// chain has become untrusted.
     is_refused: AtomicBool,
 }
 
@@ -98,7 +98,7 @@ pub(in crate::inbound) async fn wait_untrusted(chain: Option<&ClientChain>) {
 const MAX_GRACEFUL_CLOSE_TIME: Duration = Duration::from_secs(60);
 /// Time of the graceful close after the trust anchors no longer verify the certificate of a client.
 pub(in crate::inbound) const UNTRUSTED_CLOSE_TIME: Duration = Duration::from_secs(5);
-/// Time that requests in progress have to end from when further requests of their client are refused.
+/// Maximum time for requests in progress to end after the proxy has started to refuse further requests of their client.
 pub(in crate::inbound) const REFUSED_CLIENT_GRACE: Duration = Duration::from_secs(60);
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ use crate::{
     tls::{client_chains::ClientChain, credentials::Alpn, server as tls_server, status::ServerTls},
 };
 
-/// One accepted connection.
+/// The context of one accepted connection. Its methods get the stream as an argument.
 pub(in crate::inbound) struct Connection {
     pub(in crate::inbound) inbound: Arc<Inbound>,
     pub(in crate::inbound) worker: usize,

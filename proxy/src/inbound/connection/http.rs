@@ -108,7 +108,7 @@ impl Connection {
 }
 
 /// Waits until a changed policy denies a request in progress, or the certificate of the client ends the connection. If a request is
-/// in progress then, the connection ends with a reset when it is dropped, if the client has acknowledged all data.
+/// in progress at that time, dropping the connection resets it, provided that the client has acknowledged all data.
 async fn wait_until_stopped(
     connection: Arc<HttpConnection>,
     handle: Option<ConnectionHandle>,

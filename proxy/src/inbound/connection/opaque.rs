@@ -53,7 +53,7 @@ impl OpaqueForwarder<'_> {
     /// Dials the application if the client is authorized.
     pub(in crate::inbound) async fn dial_if_authorized(&self, active_policy: &ActivePolicy) -> Option<Io> {
         self.authorize(active_policy).ok()?;
-        self.app_io(self.dial_app().await)
+        self.app_io_or_record_error(self.dial_app().await)
     }
 
     /// Authorizes the client under `active_policy`, and records a denial. Returns `None` if the client is denied.
@@ -92,7 +92,7 @@ impl OpaqueForwarder<'_> {
     }
 
     /// Counts the bytes of a dialled connection, or records why there is none.
-    fn app_io(&self, dialled: Result<TcpStream, ConnectError>) -> Option<Io> {
+    fn app_io_or_record_error(&self, dialled: Result<TcpStream, ConnectError>) -> Option<Io> {
         let target = self.inbound.app_clients.target(&self.client.addrs).addr;
         match dialled {
             Ok(stream) => Some(Io::tcp(Tcp::new(stream)).count(self.inbound.families.app_connection_metrics(target))),
@@ -151,7 +151,7 @@ impl OpaqueForwarder<'_> {
         }
         let upstream_io = match upstream_io {
             Some(io) => Some(io),
-            None => self.app_io(connect::dial_until_accepted(|| self.dial_app()).await),
+            None => self.app_io_or_record_error(connect::dial_until_accepted(|| self.dial_app()).await),
         };
         let Some(mut upstream_io) = upstream_io else {
             return client_io.reset_on_drop();

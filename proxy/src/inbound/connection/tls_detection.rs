@@ -25,7 +25,7 @@ use crate::{
 /// Value of the metric label `error` if TLS detection times out.
 pub(super) const TLS_DETECTION_TIMEOUT_ERROR: &str = "tls detection timeout";
 
-/// The handling of TLS, which the first bytes of a connection decide.
+/// How the proxy handles the TLS of a connection. The first bytes decide it.
 pub(super) enum TlsDetection {
     /// TLS for this proxy. The bytes are the start of the TLS stream.
     Terminate(Bytes),

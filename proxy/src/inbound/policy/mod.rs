@@ -52,8 +52,8 @@ pub(crate) struct PortPolicies {
     invalid_updates: invalid_updates::Families,
     /// The policy of a port until the control plane sends one.
     initial_policy: InitialPolicy,
-    /// The proxy's own setting: maximum of the detection timeouts of policies, and the detection timeout of ports whose policy
-    /// cannot be decoded (detection is needed there to answer HTTP requests with an error).
+    /// The proxy's own setting. Policies with a longer detection timeout get this one. It is also the detection timeout of ports
+    /// whose policy cannot be decoded: there, the proxy detects HTTP to answer requests with an error.
     detect_timeout: Duration,
     /// Ports whose watch never ends.
     always_watched: PortSet,
@@ -235,7 +235,7 @@ impl PortPolicies {
             log_limiter: LogLimiter::default(),
         };
         for port in ports.always_watched.ranges().flatten() {
-            ports.watch(port);
+            ports.watch_or_poll(port);
         }
         ports
     }
@@ -260,7 +260,7 @@ impl PortPolicies {
             || self.watch_limiter.wait_for_turn(client, MAX_POLICY_WAIT).await
             || is_in_use();
         let port_policy = match may_watch {
-            true => self.watch(port),
+            true => self.watch_or_poll(port),
             false => self.not_watched.clone(),
         };
         self.wait_until_received(&port_policy).await;
@@ -269,7 +269,7 @@ impl PortPolicies {
 
     /// Returns the policy of a port. The port is watched until it is idle, or polled if too many other ports are in use. The
     /// limit protects the control plane from clients that scan ports: it serves one stream for each watched port.
-    fn watch(&self, port: u16) -> Arc<PortPolicy> {
+    fn watch_or_poll(&self, port: u16) -> Arc<PortPolicy> {
         let now = Instant::now();
         let mut table = self.table.lock();
         if let Some(watched) = table.get_watched(port, now) {

@@ -159,7 +159,7 @@ fn new_port_policies(
 async fn ports_without_free_watches(server: &Server, authority: &Authority) -> (PortPolicies, Vec<Arc<PortPolicy>>) {
     let ports = new_port_policies(server, authority, InitialPolicy::Refuse, Duration::from_secs(3600));
     let most = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap();
-    let held: Vec<_> = (1..=most).map(|port| ports.watch(port)).collect();
+    let held: Vec<_> = (1..=most).map(|port| ports.watch_or_poll(port)).collect();
     for port in &held {
         ports.wait_until_received(port).await;
     }
@@ -257,7 +257,7 @@ async fn ports_above_the_watch_limit_are_polled_and_authorized() {
     for port in 1000..1020 {
         assert_eq!(authorize_client(&ports, port).await, Some(port % 2 == 0), "{port}");
     }
-    let (port, same) = (ports.watch(1000), ports.watch(1000));
+    let (port, same) = (ports.watch_or_poll(1000), ports.watch_or_poll(1000));
     assert!(Arc::ptr_eq(&port, &same), "one poll for each port");
     ports.wait_until_received(&port).await;
     let seen = port.current();
@@ -286,7 +286,7 @@ async fn a_polled_port_is_watched_as_soon_as_a_watch_is_free_and_needs_no_turn()
     let server = start_server(&authority, service.clone()).await;
     let (mut ports, mut held) = ports_without_free_watches(&server, &authority).await;
     ports.poll_interval = Duration::from_secs(3600);
-    let polled = ports.watch(1000);
+    let polled = ports.watch_or_poll(1000);
     ports.wait_until_received(&polled).await;
     let no_turn = Rate {
         burst: 0,
@@ -313,7 +313,7 @@ async fn polled_ports_with_connections_do_not_take_each_others_watch() {
     let server = start_server(&authority, service.clone()).await;
     let (mut ports, mut held) = ports_without_free_watches(&server, &authority).await;
     ports.poll_interval = Duration::from_secs(3600);
-    let _polled = [ports.watch(1000), ports.watch(1002)];
+    let _polled = [ports.watch_or_poll(1000), ports.watch_or_poll(1002)];
     held.pop();
     for _ in 0..10 {
         for port in [1000, 1002] {
@@ -366,7 +366,7 @@ async fn a_denied_port_has_a_cause_of_its_own_until_the_control_plane_permits_it
     let server = start_server(&authority, service.clone()).await;
     let ports = new_port_policies(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
     service.denies.store(true, Ordering::Relaxed);
-    let port = ports.watch(2000);
+    let port = ports.watch_or_poll(2000);
     assert_eq!(port.unknown_policy_error().cause(), "policy_unknown", "no answer yet");
     let mut policy_rx = port.policy_rx.clone();
     let refused = policy_rx.wait_for(|state| matches!(state, WatchState::Refused(_)));
@@ -405,7 +405,7 @@ async fn the_proxys_own_setting_caps_the_detection_timeout_of_policies() {
     let authority = Authority::new();
     let server = start_server(&authority, Service::default()).await;
     let ports = new_port_policies(&server, &authority, InitialPolicy::Refuse, Duration::ZERO);
-    let (port, own) = (ports.watch(5000), ports.detect_timeout);
+    let (port, own) = (ports.watch_or_poll(5000), ports.detect_timeout);
     ports.wait_until_received(&port).await;
     let protocol = port.current().server_policy.protocol.clone();
     assert!(

@@ -100,7 +100,8 @@ impl WatchLimiter {
 }
 
 impl Bucket {
-    /// Takes the next token and returns when it becomes available. Takes none and returns `None` if that is after `deadline`.
+    /// Takes the next token, and returns the time at which it becomes available. Takes none and returns `None` if that time is after
+    /// `deadline`.
     fn take_token(&mut self, rate: Rate, now: Instant, deadline: Instant) -> Option<Instant> {
         let full_at = self.full_at.max(now) + rate.interval;
         let turn_at = full_at

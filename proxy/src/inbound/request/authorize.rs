@@ -212,8 +212,8 @@ impl HttpConnection {
     /// Waits until a changed policy denies a request in progress, or the client of a tunnel over HTTP/2 may send no request any more;
     /// the caller then closes the connection.
     ///
-    /// Until then, closes an HTTP/2 connection of an unauthorized client gracefully as soon as the client is permitted a request.
-    /// The client then reconnects, and gets the normal limits.
+    /// Meanwhile, starts to close the HTTP/2 connection of an unauthorized client gracefully when a policy permits this client a
+    /// request. The client then reconnects, and gets the normal limits.
     pub(in crate::inbound) async fn wait_until_denied(self: Arc<Self>) {
         loop {
             let current = self.port_policy.current();
@@ -251,7 +251,8 @@ impl HttpConnection {
         }
     }
 
-    /// Ends the connection of a client whose certificate expires. Open tunnels, and requests beside them, have no time limit.
+    /// Ends the connection of a client whose certificate expires. While the connection has an open tunnel, neither the tunnel nor
+    /// the requests in progress have a time limit.
     async fn end_expired(&self, deadlines: CertificateDeadlines, closer: &ConnectionCloser) {
         sleep_until(deadlines.close_at).await;
         self.certificate.set_closing();
@@ -267,8 +268,9 @@ impl HttpConnection {
         }
     }
 
-    /// Ends the connection of a client whose certificate the trust anchors no longer verify. Requests are not lost if the client
-    /// has a new certificate already: the last trust anchor of the former one is removed after all workloads were certified again.
+    /// Ends the connection of a client whose certificate the trust anchors no longer verify. No request is lost if the client has a
+    /// new certificate already. That is the normal case: a trust anchor is removed only after all workloads have certificates that
+    /// do not need it.
     async fn end_untrusted(&self, closer: &ConnectionCloser) {
         self.certificate.set_closing();
         closer.notify_one();
@@ -294,7 +296,7 @@ impl HttpConnection {
             .any(|route| route.kind == RequestKind::Tunnel && route.is_in_progress())
     }
 
-    /// Records that the connection ends with the requests in progress, or that a tunnel ends.
+    /// Records that a connection is closed although requests are in progress, or that a tunnel is closed.
     pub(super) fn record_ended(&self, denied: Denied) {
         let (inbound, client) = (&self.inbound, self.addrs.client.0);
         let current = self.port_policy.current();
@@ -319,8 +321,9 @@ impl HttpConnection {
         })
     }
 
-    /// Whether the policy closes the connection with its tunnels. A tunnel over HTTP/1 is the client's connection, and its task
-    /// closes it. A tunnel over HTTP/2 is closed alone, unless the client may send no request any more.
+    /// Whether the policy ends tunnels by closing the whole connection. That is so for HTTP/2 if the client may send no request any
+    /// more. Otherwise only the tunnel is closed. A tunnel over HTTP/1 has taken over the client's connection, and its own task
+    /// closes it.
     pub(super) fn closes_connection_with_tunnels(&self, policy: &ServerPolicy) -> bool {
         self.protocol == HttpVersion::Http2 && !self.is_authorized_by(policy)
     }

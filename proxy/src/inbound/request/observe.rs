@@ -86,7 +86,7 @@ impl ResponseObserver for RouteRequestGuard {
 /// looked up only once. If the policy changes, [`AuthorizedRoute::is_in_progress`] finds the requests in progress that it may deny.
 pub(in crate::inbound) type AuthorizedRoutes = SmallVec<[AuthorizedRoute; 1]>;
 
-/// A kind of request, by what ends when a changed policy denies it while it is in progress.
+/// The kind of a request. It decides what ends if a changed policy denies the request while it is in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::inbound) enum RequestKind {
     /// A request without a tunnel: its connection ends.
@@ -125,27 +125,28 @@ impl AuthorizedRoute {
     }
 }
 
-/// Returns the metrics for a request of kind `Plain` that was permitted by the same route and authorization as one with `metrics`.
-pub(super) fn without_tunnel(
+/// Returns the metrics for a request without a tunnel (`Plain`) that was permitted by the same route and authorization as the
+/// request with `metrics`.
+pub(super) fn metrics_without_tunnel(
     routes: &mut AuthorizedRoutes,
     metrics: &Arc<AuthorizedRouteMetrics>,
 ) -> Arc<AuthorizedRouteMetrics> {
-    let Some(of_tunnel) = routes.iter().find(|route| Arc::ptr_eq(&route.metrics, metrics)) else {
+    let Some(tunnel_route) = routes.iter().find(|route| Arc::ptr_eq(&route.metrics, metrics)) else {
         return metrics.clone();
     };
     let known = routes.iter().find(|route| {
         route.kind == RequestKind::Plain
-            && Arc::ptr_eq(&route.policy, &of_tunnel.policy)
-            && route.route_ptr == of_tunnel.route_ptr
-            && route.authorization_ptr == of_tunnel.authorization_ptr
+            && Arc::ptr_eq(&route.policy, &tunnel_route.policy)
+            && route.route_ptr == tunnel_route.route_ptr
+            && route.authorization_ptr == tunnel_route.authorization_ptr
     });
     if let Some(known) = known {
         return known.metrics.clone();
     }
     let plain = AuthorizedRoute {
-        policy: of_tunnel.policy.clone(),
-        route_ptr: of_tunnel.route_ptr,
-        authorization_ptr: of_tunnel.authorization_ptr,
+        policy: tunnel_route.policy.clone(),
+        route_ptr: tunnel_route.route_ptr,
+        authorization_ptr: tunnel_route.authorization_ptr,
         kind: RequestKind::Plain,
         metrics: Arc::new(AuthorizedRouteMetrics {
             route_meta: metrics.route_meta.clone(),

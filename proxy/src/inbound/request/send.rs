@@ -61,7 +61,7 @@ impl HttpConnection {
         };
         let result = match (result, tunnel_request) {
             (Ok(rsp), Some(request)) => {
-                drop(req.body_mut().take_reply_channels()); // those that were not used hold the request
+                drop(req.body_mut().take_reply_channels()); // an unused channel would hold the tunnel request
                 let metrics = &mut route_guard.metrics.route_metrics;
                 self.continue_without_tunnel(request, metrics).map(|()| rsp)
             }

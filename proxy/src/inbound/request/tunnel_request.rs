@@ -18,8 +18,8 @@ use crate::{
     policy::{authz::Denied, filter, matches::RequestAttributes, route::RouteMatch, server::ServerHttp},
 };
 
-/// A copy of the head of a permitted request that asks for a tunnel, from before the filters. The tunnel counts as in progress until
-/// it is dropped.
+/// A copy of the head of a permitted request that asks for a tunnel, from before the filters. While this copy exists, the tunnel
+/// counts as in progress.
 ///
 /// Rules that match any header can be added while the tunnel is open, so all headers are kept. All bytes are copied, because slices
 /// would keep the buffer of the connection allocated.
@@ -72,7 +72,7 @@ impl HttpConnection {
     /// Sends a request that asks for a tunnel.
     ///
     /// # Errors
-    /// Of `sending`. Or a changed policy denies the request before its response.
+    /// The error of `sending`, or a changed policy denies the request before its response.
     pub(super) async fn send_unless_denied<T>(
         &self,
         request: &TunnelRequest,
@@ -87,8 +87,8 @@ impl HttpConnection {
         }
     }
 
-    /// If the response to the request opened no tunnel, the request is from now on one without: a policy that denies it closes the
-    /// connection. `metrics` are those that the request holds.
+    /// Treats a request whose response has opened no tunnel as a request without a tunnel: a policy that denies it then closes the
+    /// connection. `metrics` are the metrics that the request holds; they are replaced.
     ///
     /// # Errors
     /// The policy has changed in the meantime, and denies the request.
@@ -97,12 +97,12 @@ impl HttpConnection {
         request: Arc<TunnelRequest>,
         metrics: &mut Arc<AuthorizedRouteMetrics>,
     ) -> Result<(), Error> {
-        // The tunnel holds its request until it ends.
+        // An open tunnel holds its request.
         if Arc::strong_count(&request) > 1 {
             return Ok(());
         }
         drop(request);
-        *metrics = observe::without_tunnel(&mut self.authorized_routes.lock(), metrics);
+        *metrics = observe::metrics_without_tunnel(&mut self.authorized_routes.lock(), metrics);
         // Later changes are noticed by `wait_until_denied`.
         let policy = &self.port_policy.current().server_policy;
         let checked = self.check_route(policy, &metrics.route_meta);
@@ -146,7 +146,7 @@ impl HttpConnection {
         }
     }
 
-    /// Waits until a changed policy denies the request of a tunnel, but does not close the connection.
+    /// Waits until a changed policy denies the request of a tunnel without closing the whole connection.
     async fn wait_until_tunnel_denied(&self, request: &TunnelRequest) -> Denied {
         loop {
             let current = self.port_policy.current();
