@@ -55,7 +55,7 @@ pub(crate) struct BackendChoice<F> {
 }
 
 impl<F> Backends<F> {
-    /// The endpoint, if there is only one, with a fixed address.
+    /// The endpoint of the only backend, if that is an endpoint at a fixed address.
     pub(super) fn fixed_endpoint(&self) -> Option<&Arc<Endpoint>> {
         let (Self::FirstAvailable(choices) | Self::ByWeight(_, choices)) = self else {
             return None;
@@ -76,7 +76,9 @@ impl<F> Backends<F> {
 pub(crate) enum Backend {
     /// A service, and the balancer series of the route.
     Balanced(Arc<BalancedService>, Arc<balancers::BalancerSeries>),
+    /// One endpoint at a fixed address.
     Forward(Arc<Endpoint>),
+    /// No known target: every request fails.
     Fail,
 }
 

@@ -143,7 +143,7 @@ impl Endpoint {
         Self {
             peer_checks,
             connector: Arc::new(Connector::new(&spec, creds, context.connector.clone(), metrics)),
-            http2: http2_params(&context.http2, &spec),
+            http2: http2_config(&context.http2, &spec),
             pool: context.pool,
             clients: (0..context.workers).map(|_| OnceLock::new()).collect(),
             series: context.families.http.series(labels),
@@ -241,7 +241,7 @@ impl Candidate for Endpoint {
 }
 
 /// The HTTP/2 settings from discovery. Settings that discovery does not set are those of `defaults`.
-fn http2_params(defaults: &h2::Http2Config, spec: &EndpointSpec) -> h2::Http2Config {
+fn http2_config(defaults: &h2::Http2Config, spec: &EndpointSpec) -> h2::Http2Config {
     let discovered = &spec.http2;
     h2::Http2Config {
         stream_window: discovered.stream_window.unwrap_or(defaults.stream_window),
@@ -324,7 +324,7 @@ mod tests {
         let defaults = h2::Http2Config::default();
         let (interval, timeout) = (Duration::from_secs(10), Duration::from_secs(3));
         let mut spec = EndpointSpec::plain(([10, 0, 0, 1], 80).into());
-        assert_eq!(http2_params(&defaults, &spec), defaults);
+        assert_eq!(http2_config(&defaults, &spec), defaults);
         spec.http2 = Http2Params {
             connection_window: Some(1),
             stream_window: Some(2),
@@ -342,6 +342,6 @@ mod tests {
             max_send_buffer_bytes: Some(5),
             ..defaults
         };
-        assert_eq!(http2_params(&defaults, &spec), expected);
+        assert_eq!(http2_config(&defaults, &spec), expected);
     }
 }

@@ -10,7 +10,7 @@ use tulle_core::networks::NetworkMatch;
 
 use crate::policy::meta::Meta;
 
-/// Permits clients from some networks that authenticate in a given way.
+/// Permits clients from some networks, if they authenticate in a given way.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Authorization {
     pub(crate) networks: Vec<NetworkMatch>,

@@ -135,7 +135,7 @@ pub(crate) enum BackendTarget {
     Forward(Arc<EndpointSpec>),
     /// A service, by its name and port, such as `web.shop.svc.cluster.local:80`; `path` in the API.
     Balance { authority: Arc<str>, load: LoadParams },
-    /// No endpoint exists: requests get 502.
+    /// The policy names no target of a kind that this proxy knows: requests get 502.
     Fail,
 }
 

@@ -103,8 +103,8 @@ pub(crate) fn find_route(routes: &[ProfileRoute], attributes: &RequestAttributes
 /// Metric labels of a route, or of requests that match no route; `dst` is the logical name with its port.
 pub(crate) fn route_labels(direction: &str, dst: &str, route: Option<&ProfileRoute>) -> Labels {
     let labels = Labels::new().with("direction", direction).with("dst", dst);
-    let of_route = route.into_iter().flat_map(|route| &route.labels);
-    of_route.fold(labels, |labels, (name, value)| {
+    let labels_of_route = route.into_iter().flat_map(|route| &route.labels);
+    labels_of_route.fold(labels, |labels, (name, value)| {
         labels.with(&format!("rt_{name}"), value)
     })
 }

@@ -127,7 +127,7 @@ impl ServerPolicy {
         self
     }
 
-    /// Whether connections must be HTTP: either the policy says so, or it restricts requests, which opaque bytes would bypass.
+    /// Whether connections must be HTTP: the policy says so, or it restricts requests in a way that opaque bytes would bypass.
     pub(crate) fn requires_http(&self) -> bool {
         match &self.protocol {
             ServerProtocol::Detect { http, .. } => http.restricts_requests(),

@@ -41,8 +41,8 @@ impl Outbound {
     /// Opens a connection for opaque bytes to the service `name`.
     ///
     /// # Errors
-    /// The control plane does not know the service, it is not exported, does not accept opaque bytes, its endpoint is this workload,
-    /// or it cannot be reached.
+    /// The control plane does not know the service, or the service is not exported, does not accept opaque bytes, cannot be reached,
+    /// or has this workload as its endpoint.
     pub(crate) async fn connect_to_service(&self, name: &NameAddr) -> Result<Io, Error> {
         let snapshot = self.service_destination(name).await?.snapshot();
         match &snapshot.plan {

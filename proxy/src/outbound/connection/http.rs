@@ -45,7 +45,7 @@ pub(super) struct HttpConnection {
 pub(super) enum TargetSource {
     /// All requests of the connection go to this destination.
     Fixed(Arc<Destination>),
-    /// The service that a client of this gateway names. This workload is refused as its endpoint.
+    /// The service that a client of this gateway names. Endpoints of the service in this workload are refused.
     GatewayService(Arc<Destination>),
     /// The service in `l5d-dst-override`; without this header, the dialled destination.
     Override(Arc<Destination>),

@@ -144,13 +144,13 @@ mod tests {
         drop(users.remove(7));
         cache.add("one.more:80").unwrap();
         assert!(!cache.has("web-7.shop:80") && cache.has("web-0.shop:80"));
-        let mut address = TestCache::default();
+        let mut addresses = TestCache::default();
         for n in 0..=MAX_DESTINATIONS_PER_KIND {
-            address.add(&format!("10.0.{}.{}:80", n / 256, n % 256)).unwrap();
-            users.extend(address.watched.last().cloned());
+            addresses.add(&format!("10.0.{}.{}:80", n / 256, n % 256)).unwrap();
+            users.extend(addresses.watched.last().cloned());
         }
         assert_eq!(
-            address.destinations.iter().count(),
+            addresses.destinations.iter().count(),
             MAX_DESTINATIONS_PER_KIND + 1,
             "addresses are never refused"
         );

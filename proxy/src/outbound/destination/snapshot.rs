@@ -72,7 +72,7 @@ pub(crate) struct Snapshot {
     pub(in crate::outbound) profile: Option<Profile>,
 }
 
-/// The handling of connections to a destination, which depends on its protocol.
+/// How connections to a destination are handled, by the protocol of the destination.
 pub(crate) enum Plan {
     Detect {
         /// Maximum time for the first bytes.

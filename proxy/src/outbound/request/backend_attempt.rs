@@ -219,7 +219,9 @@ impl BackendAttempt<'_> {
                 let (cause, resendable) = peer_proxy_error(rsp)?;
                 self.allows_resend(resendable, endpoint, kept_request).then_some(cause)
             }
-            Err(error) if self.can_resend(error, endpoint, kept_request, n_tried_so_far) => Some(error.cause()),
+            Err(error) if self.can_resend_after_error(error, endpoint, kept_request, n_tried_so_far) => {
+                Some(error.cause())
+            }
             _ => None,
         }
     }
@@ -276,8 +278,8 @@ impl BackendAttempt<'_> {
         endpoint.taps.show(taps, request_info)
     }
 
-    /// Whether the request may be sent again after this error.
-    fn can_resend(
+    /// Whether the request may be sent again after `error`.
+    fn can_resend_after_error(
         &self,
         error: &Error,
         endpoint: &Endpoint,

@@ -196,7 +196,7 @@ impl RequestConnector<'_> {
             error,
             redial_until,
         } = failed;
-        let is_below_limit = self.may_send_to_another_endpoint(tried.len());
+        let may_try_another = self.may_send_to_another_endpoint(tried.len());
         tried.push(endpoint);
         let cause = error.cause();
         if !dials.is_empty() {
@@ -206,7 +206,7 @@ impl RequestConnector<'_> {
         if error.resendable() != Resendable::Always {
             return Err(error);
         }
-        if !is_below_limit {
+        if !may_try_another {
             return self.redial_refused(error, tried, redial_until).await.map(Some);
         }
         if matches!(error, Error::NoFreeStream { .. }) {
@@ -225,8 +225,9 @@ impl RequestConnector<'_> {
         Ok(Some(other))
     }
 
-    /// Chooses a further endpoint for a request that has tried [`MAX_ENDPOINTS_PER_ATTEMPT`] if the last one refused the connection:
-    /// an address in front of several pods refuses some connections until it is known that one of the pods is gone.
+    /// Chooses another endpoint for a request that has already tried [`MAX_ENDPOINTS_PER_ATTEMPT`], if the last of them refused the
+    /// connection. Another dial can succeed: an address in front of several pods refuses some of the connections while it still
+    /// forwards to a pod that is gone.
     ///
     /// # Errors
     /// Returns `error` if the last endpoint did not refuse the connection, or no endpoint is available before `until`.
@@ -261,7 +262,8 @@ impl RequestConnector<'_> {
         if !self.may_dial_another_endpoint(tried, dials) {
             return None;
         }
-        // A preferred endpoint can take the request although it has no connection yet.
+        // A fallback endpoint is used only if the request already dials one. Otherwise a preferred endpoint can take the request,
+        // although it has no connection yet.
         let may_use_fallback = dials.iter().any(|dial| dial.endpoint.spec.is_fallback.get());
         let other = self.backend.pick_where(|other| {
             (may_use_fallback || !other.spec.is_fallback.get())
@@ -386,8 +388,8 @@ async fn first_completed(
 
 /// Maximum number of endpoints that one attempt is sent to or dials, resends included.
 pub(super) const MAX_ENDPOINTS_PER_ATTEMPT: usize = 3;
-/// Time for which a request dials more endpoints than that if they refuse the connection. Each of them is dialled again only after its
-/// backoff.
+/// Time for which a request dials more than [`MAX_ENDPOINTS_PER_ATTEMPT`] endpoints, if they refuse the connection. Each endpoint is
+/// dialled again only after its backoff.
 const MAX_REDIAL_TIME: Duration = Duration::from_secs(1);
 /// Delay before another endpoint is dialled. Within one data centre, a dial with mTLS takes less time.
 const HEDGED_DIAL_DELAY: Duration = Duration::from_millis(20);

@@ -2,8 +2,8 @@
 //!
 //! - [`route::route_and_send`], once for each request: finds its route, applies the filters of the route, and starts copies for
 //!   its mirrors ([`mirror::send_copies`]).
-//! - [`retry::send_by_rule`] if the rule has timeouts or retries or lets requests override them, or
-//!   [`profile::send_by_profile`]: sends attempts, until the result of one is not retried. Other requests have one attempt.
+//! - [`retry::send_by_rule`] if the rule has timeouts or retries or lets requests override them, or [`profile::send_by_profile`] if
+//!   a ServiceProfile replaces the routes: sends attempts, until the result of one is not retried. Other requests have one attempt.
 //! - [`attempt::AttemptSender::send_attempt`], once for each attempt: selects a backend.
 //! - [`backend_attempt::BackendAttempt::run`]: sends the attempt to endpoints of this backend, until one of them processes it.
 //! - [`connect::RequestConnector::connect_endpoint`]: picks an endpoint and a connection to it.

@@ -147,7 +147,8 @@ fn grpc(messages: Vec<proto::GrpcRoute>, server_authorizations: &Authorizations)
     })
 }
 
-/// Converts matches so that they can be compared with normalized paths, as on every port with rules that depend on the path.
+/// Converts matches so that they can be compared with normalized paths. A port whose rules depend on the path normalizes the path of
+/// each request.
 fn normalize_path_matches(matches: Vec<RequestMatch>) -> Vec<RequestMatch> {
     matches.into_iter().map(RequestMatch::with_normalized_path).collect()
 }
@@ -305,7 +306,7 @@ fn rate_limit(message: proto::HttpLocalRateLimit) -> Result<RateLimit, DecodeErr
 
 /// The resource that the labels name. The name `default:x` means the built-in default `x`.
 fn meta_from_labels(labels: &BTreeMap<String, String>, default_kind: &str) -> Result<Arc<Meta>, DecodeError> {
-    let name = labels.get("name").ok_or(DecodeError::Missing("label name"))?;
+    let name = labels.get("name").ok_or(DecodeError::Missing("labels.name"))?;
     if let Some(name) = name.strip_prefix("default:") {
         return Ok(Meta::default_named(name));
     }
@@ -506,7 +507,7 @@ mod tests {
                 server(|server, _| server.protocol = Some(no_kind)),
             ),
             ("detect timeout is missing", server(|_, detect| detect.timeout = None)),
-            ("label name is missing", server(|server, _| server.labels.clear())),
+            ("labels.name is missing", server(|server, _| server.labels.clear())),
             (
                 "authorization.networks is missing",
                 with_authorization(|authz| authz.networks.clear()),
@@ -542,7 +543,7 @@ mod tests {
                 }),
             ),
             (
-                "label name is missing",
+                "labels.name is missing",
                 with_authorization(|authz| authz.labels.clear()),
             ),
             (
@@ -589,7 +590,7 @@ mod tests {
                 with_resource(|resource| resource.port = 65_536),
             ),
             (
-                "label name is missing",
+                "labels.name is missing",
                 with_route(|route| {
                     route.authorizations = vec![Authz {
                         labels: labels(&[]),

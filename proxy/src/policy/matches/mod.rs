@@ -112,8 +112,8 @@ impl Pattern {
     /// # Errors
     /// The expression does not parse, or compiles to more than 1 MiB.
     pub(crate) fn new(source: &str) -> Result<Self, regex::Error> {
-        // The expression must be valid without the group that anchors it. With the group alone, `a)|(b` would be valid too, and not
-        // anchored.
+        // The expression must also be valid outside of the group that anchors it. `a)|(b` is valid only inside the group, which it
+        // closes: it would not be anchored.
         RegexBuilder::new(source).size_limit(PATTERN_SIZE_LIMIT).build()?;
         let anchored = RegexBuilder::new(&format!(r"\A(?:{source})\z"))
             .size_limit(PATTERN_SIZE_LIMIT)
