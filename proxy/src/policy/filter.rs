@@ -286,12 +286,11 @@ impl UrlRewrite {
 }
 
 impl RewrittenHost {
-    /// `None` if the host is not an authority.
+    /// `None` if the host is not an authority, or has a user name, which is not part of the Host header.
     pub(crate) fn new(host: &str) -> Option<Self> {
-        Some(Self {
-            authority: host.parse().ok()?,
-            header: host.parse().ok()?,
-        })
+        let authority: Authority = host.parse().ok()?;
+        let header = host.parse().ok()?;
+        (!host.contains('@')).then_some(Self { authority, header })
     }
 }
 
@@ -594,6 +593,13 @@ mod tests {
             let host = req.headers().get(HOST).map(|host| host.to_str().unwrap());
             assert_eq!(host, expected_host, "{uri}");
         }
+    }
+
+    #[test]
+    fn a_host_with_a_user_name_is_refused() {
+        let is_accepted = |host: &str| RewrittenHost::new(host).is_some();
+        assert!(is_accepted("web") && is_accepted("web:8080") && is_accepted("[::1]:80"));
+        assert!(!is_accepted("user@web") && !is_accepted("user:password@web:80") && !is_accepted("a b"));
     }
 
     #[test]
