@@ -1,4 +1,4 @@
-//! A connection that ends with the certificates of its client.
+//! A connection that ends when the certificates of its client are no longer valid.
 
 use std::future::Future;
 use std::io;
@@ -12,23 +12,22 @@ use crate::net::io::Io;
 use crate::tls::client_chains::ClientChain;
 
 /// Ends its input when a certificate of the client has expired, or the trust anchors no longer verify it. The server then closes the
-/// connection, also if a response is in progress: to a server that does not support half-closed connections, the client has
-/// disconnected.
+/// connection even during a response: it does not support half-closed connections, so to it the client has disconnected.
 pub(super) struct CertifiedStream {
     io: Io,
-    /// `None` without a certificate.
-    invalid: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+    /// Completes when the certificates are no longer valid. `None` without a certificate, and after that.
+    wait_invalid: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
     is_invalid: bool,
 }
 
 impl CertifiedStream {
     pub(super) fn new(io: Io, chain: Option<Arc<ClientChain>>) -> Self {
-        let invalid = chain.map(|chain| -> Pin<Box<dyn Future<Output = ()> + Send>> {
+        let wait_invalid = chain.map(|chain| -> Pin<Box<dyn Future<Output = ()> + Send>> {
             Box::pin(async move { chain.wait_invalid().await })
         });
         Self {
             io,
-            invalid,
+            wait_invalid,
             is_invalid: false,
         }
     }
@@ -36,10 +35,10 @@ impl CertifiedStream {
 
 impl AsyncRead for CertifiedStream {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        if let Some(invalid) = &mut self.invalid
-            && invalid.as_mut().poll(cx).is_ready()
+        if let Some(wait_invalid) = &mut self.wait_invalid
+            && wait_invalid.as_mut().poll(cx).is_ready()
         {
-            self.invalid = None; // a completed future must not be polled again
+            self.wait_invalid = None; // a completed future must not be polled again
             self.is_invalid = true;
         }
         match self.is_invalid {

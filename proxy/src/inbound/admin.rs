@@ -35,8 +35,8 @@ pub(crate) fn authorize_fn(inbound: &Arc<Inbound>) -> AuthorizeFn {
 impl Inbound {
     async fn authorize_admin(&self, caller: &Caller, head: request::Parts) -> Result<(), Error> {
         let client = canonical(caller.client).ip();
-        // A request from loopback comes from this workload, or this proxy has forwarded it. In the second case, its inbound side
-        // has authorized the client by the same policy: a gateway does not forward to its own workload.
+        // A request from loopback comes from this workload, or from the inbound side of this proxy, which has authorized the client
+        // by the same policy. It cannot come from a client of the gateway: a gateway does not forward to its own workload.
         if client.is_loopback() || self.local_ips.contains(&client) {
             return Ok(());
         }

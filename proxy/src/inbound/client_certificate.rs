@@ -13,9 +13,10 @@ use tokio::time::Instant;
 
 use crate::{policy::authz::Denied, tls::client_chains::ClientChain};
 
-/// The certificates of the client of an HTTP connection. Without a certificate, nothing ends the connection.
+/// The certificates of the client of an HTTP connection, and whether the connection has to close because of them.
 #[derive(Debug, Default)]
 pub(in crate::inbound) struct ClientCertificate {
+    /// `None` if the client has no certificate.
     pub(in crate::inbound) chain: Option<Arc<ClientChain>>,
     /// Whether the connection closes gracefully: from [`CertificateDeadlines::close_at`] on, or once the chain has become untrusted.
     is_closing: AtomicBool,
@@ -29,7 +30,7 @@ pub(in crate::inbound) struct ClientCertificate {
 pub(in crate::inbound) struct CertificateDeadlines {
     /// The connection starts to close gracefully, so that the client sends further requests on a new connection.
     pub(in crate::inbound) close_at: Instant,
-    /// The connection gets no further request.
+    /// Further requests are refused from then on.
     pub(in crate::inbound) expires_at: Instant,
 }
 
@@ -49,7 +50,7 @@ impl ClientCertificate {
     /// Checks that the client may send a request.
     ///
     /// # Errors
-    /// The certificate has expired, or the trust anchors no longer verify it.
+    /// A certificate of the client has expired, or the trust anchors no longer verify it.
     pub(in crate::inbound) fn check(&self) -> Result<(), Denied> {
         if !self.is_refused.load(Ordering::Relaxed) {
             return Ok(());
@@ -93,10 +94,10 @@ pub(in crate::inbound) async fn wait_untrusted(chain: Option<&ClientChain>) {
     }
 }
 
-/// The graceful close starts at most this time before the expiry. Clients with tulle's proxy have replaced the connection by then
+/// Maximum time of the graceful close before the expiry. Clients with tulle's proxy have replaced the connection before it starts
 /// (`Retirement`).
 const MAX_GRACEFUL_CLOSE_TIME: Duration = Duration::from_secs(60);
-/// Time of the graceful close after the trust anchors no longer verify the certificate of a client.
+/// Time of the graceful close of a connection whose client the trust anchors no longer verify.
 pub(in crate::inbound) const UNTRUSTED_CLOSE_TIME: Duration = Duration::from_secs(5);
 /// Maximum time for requests in progress to end after the proxy has started to refuse further requests of their client.
 pub(in crate::inbound) const REFUSED_CLIENT_GRACE: Duration = Duration::from_secs(60);
@@ -109,9 +110,9 @@ mod tests {
     fn a_connection_begins_to_close_a_minute_or_a_quarter_of_the_validity_before_the_expiry() {
         let now = Instant::now();
         let seconds = Duration::from_secs;
-        for (remaining, lead) in [(24 * 3600, 60), (240, 60), (8, 2), (0, 0)] {
+        for (remaining, close_time) in [(24 * 3600, 60), (240, 60), (8, 2), (0, 0)] {
             let expected = CertificateDeadlines {
-                close_at: now + seconds(remaining - lead),
+                close_at: now + seconds(remaining - close_time),
                 expires_at: now + seconds(remaining),
             };
             assert_eq!(

@@ -28,7 +28,7 @@ pub(crate) trait Gateway: Send + Sync {
     /// The gateway does not serve the name, the service does not exist, or it cannot be reached.
     fn connect<'a>(&'a self, name: &'a NameAddr) -> GatewayFuture<'a, Io>;
 
-    /// Waits until a service, to which a connection or tunnel is open, is not exported any more.
+    /// Waits until a service is not exported any more, while a connection or tunnel to it is open.
     fn wait_not_exported<'a>(&'a self, name: &'a NameAddr) -> Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
 }
 

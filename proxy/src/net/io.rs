@@ -221,7 +221,7 @@ impl Io {
         self
     }
 
-    /// Whether the connection gets no further request. `now` is called if it can be retired.
+    /// Whether the connection gets no further request. `now` is called only if the connection has a [`Retirement`].
     pub(crate) fn is_retired(&self, now: impl FnOnce() -> Instant) -> bool {
         self.retirement
             .as_ref()

@@ -1,4 +1,4 @@
-//! The end of the use of a dialled connection for new requests.
+//! When a dialled connection gets no further request.
 
 use std::{
     sync::{Arc, OnceLock},
@@ -19,7 +19,7 @@ pub(crate) struct Retirement {
     pub(crate) delay_after_removal: Duration,
 }
 
-/// Tells whether a connection has to be retired, without reading the clock unless a trust anchor was removed.
+/// A [`Retirement`] whose time a task waits for, so that the clock is read only after a trust anchor was removed.
 #[derive(Debug)]
 pub(crate) struct RetirementTimer {
     sleep: JoinHandle<()>,

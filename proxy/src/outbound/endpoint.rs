@@ -53,8 +53,8 @@ pub(crate) struct EndpointContext {
 
 /// Whether a request or connection may use local endpoints: those with an address of this workload.
 ///
-/// They get requests directly, without the inbound side and its policies. This is right for requests of the application itself. A
-/// gateway forwards requests of others, which the policy of its own port has authorized only for other workloads.
+/// They get requests directly, without the inbound side and its policies. That is right for requests of the application itself. It
+/// is wrong for those that a gateway forwards: the policy of its port authorizes their clients only for other workloads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LocalEndpoints {
     Permit,
@@ -106,7 +106,7 @@ impl Endpoint {
         breaker: Breaker,
     ) -> Self {
         let ip = addr::canonical(spec.addr).ip();
-        // A connection to the unspecified address is one to this host.
+        // A connection to the unspecified address (`0.0.0.0` or `::`) reaches this host.
         let is_local = context.local_ips.contains(&ip) || ip.is_loopback() || ip.is_unspecified();
         let tls = match &spec.tls {
             _ if is_local => ClientTls::Plain(NoClientTls::Loopback),

@@ -71,7 +71,7 @@ pub(crate) enum Denied {
     /// A certificate of the client has expired since it connected.
     #[error("the client's certificate has expired")]
     CertificateExpired,
-    /// The trust anchors were replaced since the client connected.
+    /// The trust anchor of the client was removed since it connected.
     #[error("the trust anchors do not verify the client's certificate any more")]
     CertificateUntrusted,
     /// The Service behind this gateway was exported when the connection or tunnel was opened.

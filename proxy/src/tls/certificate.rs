@@ -47,7 +47,7 @@ pub(super) fn parse(certificate: &CertificateDer<'_>) -> Result<CertificateInfo,
     })
 }
 
-/// The time for which a chain stays valid: that of its leaf and intermediates.
+/// The time during which the leaf and all intermediates of a chain are valid.
 ///
 /// Roots in the chain do not count, because verification ignores their validity. A root is a self-issued certificate, or a
 /// certificate with the name and key of a trust anchor, even if another authority has signed it.
@@ -91,7 +91,7 @@ pub(super) fn remaining_validity(not_after: SystemTime) -> Duration {
     remaining.min(MAX_REMAINING_VALIDITY)
 }
 
-/// More than the validity of any certificate of a workload. Limited, because a later time may not be representable.
+/// Longer than the certificate of any workload is valid. Without this limit, the time of the expiry might not be representable.
 pub(super) const MAX_REMAINING_VALIDITY: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
 /// Checks that the certificates of the peer are still valid if its session was resumed: such a handshake does not verify them.

@@ -195,8 +195,8 @@ impl ClientChainVerifier {
         })
     }
 
-    /// Whether the trust anchors verify these certificates of a client, the first of which expires at `not_after`. Expired
-    /// certificates are verified as of that time.
+    /// Whether the trust anchors verify these certificates of a client, the first of which expires at `not_after`. If that time has
+    /// passed, they are verified as of that time, so that the result does not depend on the expiry.
     pub(super) fn trusts(&self, certificates: &[CertificateDer<'_>], not_after: SystemTime) -> bool {
         let at = SystemTime::now().min(not_after).duration_since(SystemTime::UNIX_EPOCH);
         let at = UnixTime::since_unix_epoch(at.unwrap_or_default());

@@ -59,7 +59,7 @@ impl ClientChain {
         }
     }
 
-    /// Waits until a certificate of the chain has expired, or [`Self::wait_untrusted`] ends.
+    /// Waits until a certificate of the chain has expired, or the trust anchors no longer verify the chain.
     pub(crate) async fn wait_invalid(&self) {
         tokio::select! {
             () = tokio::time::sleep(self.remaining_validity()) => {}
@@ -88,7 +88,7 @@ impl fmt::Debug for ClientChain {
 }
 
 impl ClientChains {
-    /// The chain of a further connection with these certificates.
+    /// Returns the chain for a new connection whose client has these certificates.
     ///
     /// # Errors
     /// There is no certificate, or one cannot be parsed.
@@ -104,7 +104,7 @@ impl ClientChains {
         let mut open = self.open.lock();
         let same_hash = open.by_hash.entry(hasher.finish()).or_default();
         same_hash.retain(|chain| chain.strong_count() > 0);
-        // A chain can be trusted again after further changes of the trust anchors, but its former connections end.
+        // If the trust anchors verify the certificates again, new connections get a new chain, because those of the former one end.
         let is_same = |chain: &Arc<ClientChain>| *chain.certificates == *certificates && chain.is_trusted();
         if let Some(chain) = same_hash.iter().filter_map(Weak::upgrade).find(is_same) {
             return Ok(chain);

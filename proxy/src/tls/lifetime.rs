@@ -1,4 +1,4 @@
-//! How long a connection to a server is used for new requests, by the validity of the certificates on both sides.
+//! How long a connection to a server gets new requests. This depends on the validity of the certificates of both sides.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
@@ -23,8 +23,8 @@ impl CredentialsLifetime {
     /// When the connection gets no further request: some time before a certificate of either side expires, or some seconds after a
     /// trust anchor was removed. A new connection then presents the renewed certificate, and verifies that of the server.
     ///
-    /// Both times are random, so that connections are not replaced at once. A server of tulle starts to close the connection only
-    /// later: see `CertificateDeadlines` of the inbound side.
+    /// Both times are random, so that not all connections are replaced at the same time. A server with tulle's proxy starts to
+    /// close the connection only later: see `CertificateDeadlines` of the inbound side.
     pub(crate) fn retirement<IO>(self, stream: &TlsStream<IO>) -> Retirement {
         let (_, session) = stream.get_ref();
         let server_not_after = session
@@ -43,14 +43,14 @@ impl CredentialsLifetime {
 
 /// The time for which a connection is used, if its certificates are valid for `remaining`. `random` is from 0 to 1.
 fn usable_for(remaining: Duration, random: f64) -> Duration {
-    let lead = remaining.min(MAX_REPLACEMENT_WINDOW).mul_f64(random.mul_add(0.2, 0.3));
-    remaining - lead
+    let time_before_expiry = remaining.min(MAX_REPLACEMENT_WINDOW).mul_f64(random.mul_add(0.2, 0.3));
+    remaining - time_before_expiry
 }
 
 /// A connection is replaced some time before its certificates expire: a random 30 % to 50 % of their remaining validity, or of this
 /// duration if the validity is longer.
 const MAX_REPLACEMENT_WINDOW: Duration = Duration::from_secs(20 * 60);
-/// Maximum time for which connections are still used after a trust anchor was removed.
+/// Maximum time for which connections still get new requests after a trust anchor was removed.
 pub(super) const MAX_DELAY_AFTER_REMOVAL: Duration = Duration::from_secs(5);
 
 #[cfg(test)]

@@ -64,7 +64,7 @@ impl Connection {
 
     /// Terminates TLS. Returns `None` if the handshake fails or takes too long, or if its ALPN protocol is not `alpn`. These
     /// failures are counted by reason, and reset the connection. `alpn` is the protocol of the transport header for direct
-    /// connections, and [`Alpn::Unset`] for others. The last element of the result are the certificates of the client.
+    /// connections, and [`Alpn::Unset`] for others. The last element of the result is the client's certificates.
     pub(super) async fn terminate_tls(
         &self,
         stream: Tcp,

@@ -104,7 +104,7 @@ impl OpaqueForwarder<'_> {
         }
     }
 
-    /// Records that the connection ends for another reason than a policy of the port.
+    /// Records that the connection is closed although the policy of the port permits it.
     fn record_closed(&self, active_policy: &ActivePolicy, denied: Denied) {
         let families = &self.inbound.families;
         let (client, target) = (self.client.addrs.client.0, self.client.addrs.target);

@@ -89,12 +89,12 @@ pub(in crate::inbound) type AuthorizedRoutes = SmallVec<[AuthorizedRoute; 1]>;
 /// The kind of a request. It decides what ends if a changed policy denies the request while it is in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::inbound) enum RequestKind {
-    /// A request without a tunnel: its connection ends.
+    /// No tunnel. The connection ends.
     Plain,
-    /// CONNECT over HTTP/2, which sends the bytes of its tunnel as its body: its connection ends. It is also denied when the rules
-    /// no longer permit CONNECT.
+    /// CONNECT over HTTP/2, whose body carries the bytes of the tunnel. The connection ends, also when the rules no longer permit
+    /// CONNECT.
     Connect,
-    /// A request for another tunnel: only the tunnel ends.
+    /// Any other tunnel. Only the tunnel ends.
     Tunnel,
 }
 

@@ -57,14 +57,14 @@ impl Outbound {
     /// Waits until the service `name` is not exported any more. Never returns if the service is not known.
     pub(crate) async fn wait_not_exported(&self, name: &NameAddr) {
         let found = self.discovery.get(Addr::Name(name.clone()), self.detect_timeout).await;
-        // While this holds the destination, its policy is watched.
+        // The policy is watched as long as the destination is held.
         let Ok(destination) = found else {
             return std::future::pending().await;
         };
         let mut published = destination.has_snapshot.subscribe();
         while !destination.snapshot().policy.meta.is_not_exported() {
             if published.changed().await.is_err() {
-                return std::future::pending().await; // the sender is in the destination
+                return std::future::pending().await; // does not happen: the destination keeps the sender
             }
         }
     }
