@@ -162,7 +162,7 @@ impl Merger {
             let own = self.local.current();
             self.update_members(own.remote.as_deref());
             let merged = self.merge(&own);
-            // Also a client that gets fallback endpoints can begin without them, while the local endpoints serve it.
+            // No client waits for fallback endpoints while local endpoints serve all clients.
             let must_have_remote_members = requires_remote_members(merged.preference, &own);
             let deadline = must_have_remote_members.then(|| self.wait_deadline()).flatten();
             let is_first = sender.borrow().is_none();

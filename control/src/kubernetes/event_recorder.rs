@@ -66,7 +66,7 @@ pub struct EventNote {
 /// A note in the queue.
 struct QueuedNote {
     note: EventNote,
-    /// Whether notes with other messages become other Events.
+    /// Whether each message becomes its own Event.
     is_per_message: bool,
 }
 

@@ -150,7 +150,7 @@ impl Watches {
         self.shared.changes.subscribe()
     }
 
-    /// The cause of the failure of a watch, if it has failed, or its first list has not ended, for at least `MIN_FAILURE_TIME`. The
+    /// The cause of a failure that has lasted for at least `MIN_FAILURE_TIME`: a watch fails, or its first list does not end. The
     /// last known objects stay.
     pub(crate) fn failure(&self) -> Option<String> {
         self.first_lasting_failure(|_| true)
@@ -410,7 +410,7 @@ impl SecretWatch {
         }
     }
 
-    /// The error if the account may not read the Secret. If it was permitted before, [`state`](Self::state) stays as it was.
+    /// The error if the account may not read the Secret. If the Secret was known before, [`state`](Self::state) does not change.
     pub(crate) fn forbidden_cause(&self) -> Option<String> {
         self.watches.forbidden_cause()
     }
@@ -422,7 +422,7 @@ impl SecretWatch {
         }
     }
 
-    /// Waits for a change since the last call of [`state`](Self::state): of the Secret, or whether it can be read.
+    /// Waits until something has changed since the last call of [`state`](Self::state): the Secret, or whether it can be read.
     pub(crate) async fn changed(&mut self) {
         let failure = self.watches.next_failure_report_at();
         tokio::select! {

@@ -1,7 +1,7 @@
 //! Starts a controller for each new Link of a namespace, and stops it when the Link is deleted.
 //!
-//! Each Link has a lease of its own, which is that of a controller for this Link alone. So of both kinds of controllers, only one
-//! mirrors a Link.
+//! Each Link has its own lease. A controller that a chart installs for one Link uses the same lease, so only one of the two mirrors
+//! the Link.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -70,7 +70,7 @@ impl AllLinks {
             }
             tokio::select! {
                 () = drain.signaled() => break,
-                // The sender is in `links`.
+                // Does not fail, because `links` keeps the sender.
                 _ = changes.changed() => {}
             }
         }

@@ -42,7 +42,7 @@ pub enum Scope {
 #[derive(Clone)]
 pub struct Clients {
     pub objects: Client,
-    /// With a queue and a rate limit of its own: no lease is lost while many mirrors are written.
+    /// It has its own queue and rate limit, so that no lease is lost while many mirrors are written.
     pub leases: Client,
 }
 

@@ -112,7 +112,7 @@ enum StatusWrite {
 
 impl Controller {
     /// Also returns the task that publishes the Events. `shared` is the state that all controllers of this process share, if there is
-    /// one for each Link. No chart then creates a Service through which the gateway is probed.
+    /// one for each Link. These controllers create the Service through which they probe the gateway, because no chart does.
     pub(super) fn new(
         client: Client,
         config: Config,
@@ -402,8 +402,8 @@ impl Controller {
     }
 
     /// Compares the mirrors with the exported Services after each change, and at least once per refresh period. While the other
-    /// cluster cannot be read, with those that were known last. If they were never known, or without `remote`, only the Endpoints
-    /// of existing mirrors follow the gateway.
+    /// cluster cannot be read, the last known exported Services are used. If none are known, or without `remote`, only the
+    /// Endpoints of existing mirrors follow the gateway.
     async fn plan_link(&self, context: LinkContext<'_>, remote: Option<&RemoteObjects>) -> Infallible {
         let LinkContext {
             local, link, gateway, ..
@@ -608,8 +608,8 @@ impl Controller {
         Some(now + delay)
     }
 
-    /// Reports why the Secret of a Link cannot be read, without the lease of the Link. The metrics stay until the returned future is
-    /// dropped.
+    /// Reports why the Secret of a Link cannot be read. Called while no process holds the lease of the Link. The metrics stay until
+    /// the returned future is dropped.
     pub(super) async fn report_unreadable_secret(&self, link: &str, cause: &str) -> Infallible {
         let local = self.local_objects();
         let mut changes = local.watches.changes();

@@ -111,7 +111,8 @@ impl ElectedController {
     }
 }
 
-/// Reports why the Secret of a Link cannot be read, each time that no process holds the lease of the Link any more.
+/// Reports why the Secret of a Link cannot be read whenever no process holds the lease of the Link. A process that holds it reports
+/// the state of the Link itself.
 async fn report_while_lease_not_held(
     controller: &Controller,
     link: &str,
@@ -119,9 +120,9 @@ async fn report_while_lease_not_held(
     mut lease: LeaseReader,
 ) -> Infallible {
     loop {
-        lease.wait_until_held(false).await;
+        lease.wait_until_not_held().await;
         tokio::select! {
-            () = lease.wait_until_held(true) => {}
+            () = lease.wait_until_held() => {}
             never = controller.report_unreadable_secret(link, cause) => match never {},
         }
     }

@@ -9,7 +9,7 @@ use tulle_core::names::multicluster;
 use super::link::Link;
 use crate::kubernetes::event_recorder::{self, EventNote, EventPublisher, EventRecorder, Reporter, Severity};
 
-/// Records Events on Links. Each other cause becomes another Event.
+/// Records Events on Links, one for each cause.
 pub(super) struct LinkEvents(EventRecorder);
 
 /// What an Event on a Link is about.

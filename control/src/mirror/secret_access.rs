@@ -13,15 +13,15 @@ use crate::kubernetes::watches::{SecretState, SecretWatch};
 /// Whether the Secret of a Link can be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum SecretAccess {
-    /// It is not known yet.
+    /// Not known yet.
     Unknown,
-    /// It can, or it does not exist, or the Link is invalid. The leader reports the latter two.
+    /// The Secret can be read, or does not exist, or the Link is invalid. A leader reports the last two.
     Readable,
-    /// It cannot, for this reason.
+    /// The Secret cannot be read, for this reason.
     Unreadable(String),
 }
 
-/// The task that follows the access to the Secret of one Link.
+/// Finds out whether the Secret of one Link can be read, as long as the Link exists.
 pub(super) struct SecretAccessWatch {
     client: Client,
     namespace: String,
@@ -58,7 +58,7 @@ impl SecretAccessWatch {
             let secret = self.secret_name();
             tokio::select! {
                 () = self.wait_for_other_secret(&secret, &mut link_changes) => {}
-                never = self.follow(secret.as_deref()) => match never {},
+                never = self.watch_secret(secret.as_deref()) => match never {},
             }
         }
     }
@@ -70,6 +70,7 @@ impl SecretAccessWatch {
         Link::parse(link).ok().map(|link| link.credentials_secret)
     }
 
+    /// Waits until the Link names another Secret.
     async fn wait_for_other_secret(&self, secret: &Option<String>, link_changes: &mut watch::Receiver<u64>) {
         while self.secret_name() == *secret {
             if link_changes.changed().await.is_err() {
@@ -78,7 +79,7 @@ impl SecretAccessWatch {
         }
     }
 
-    async fn follow(&self, secret: Option<&str>) -> Infallible {
+    async fn watch_secret(&self, secret: Option<&str>) -> Infallible {
         let Some(secret) = secret else {
             self.set(SecretAccess::Readable);
             return std::future::pending().await;

@@ -25,7 +25,7 @@ use crate::resources::meta::NamespacedName;
 pub(super) struct Writer {
     pub(super) client: Client,
     pub(super) errors: Family<Counter>,
-    /// One for each step that is executed at a time, by all writers of this process.
+    /// A step has one while it is executed. All writers of this process share them.
     pub(super) permits: Arc<Semaphore>,
 }
 
@@ -116,7 +116,8 @@ impl Writer {
     }
 
     async fn execute_step(&self, step: &Step) -> Result<(), WriteError> {
-        // Without the limit, the steps of one Link would delay those of all others until they time out. It is never closed.
+        // Without this limit, the steps of one Link could delay those of all others until they time out. The semaphore is never
+        // closed.
         let _permit = self.permits.acquire().await;
         for write in &step.writes {
             // The timeout limits the time for which a slow admission webhook delays other steps.

@@ -31,8 +31,8 @@ impl Endpoints {
         !self.endpoints.is_empty() && !self.are_terminating && self.scope != TrafficScope::Node
     }
 
-    /// The endpoints of a member of a federated Service that lacks a port which the federated Service lists: none, because the number
-    /// of the port means nothing to the pods of the member.
+    /// The same Service without endpoints: a member of a federated Service has none for a port that it lacks, because the number of
+    /// this port means nothing to its pods.
     pub fn without_port(&self) -> Self {
         Self {
             existence: self.existence,

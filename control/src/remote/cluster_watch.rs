@@ -39,14 +39,14 @@ pub(super) struct RemoteClusterWatch {
     pub(super) drain: Watch,
 }
 
-/// Whether there is a Secret of a cluster.
+/// Whether the Secret with the credentials for a cluster exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SecretPresence {
-    /// It is not known yet whether there is a Secret.
+    /// Not known yet.
     Unknown,
-    /// There is none, or it cannot be read.
+    /// It does not exist, or cannot be read.
     Absent,
-    /// There is one, or the endpoints are still served after its deletion.
+    /// It exists, or the endpoints are still served after its deletion.
     Present,
 }
 
@@ -73,7 +73,7 @@ impl RemoteClusterWatch {
         let mut secret_watch = SecretWatch::new(self.client.clone(), namespace, &secret_name(&self.name));
         // The connection with the old credentials stays until one with the new credentials has listed all objects.
         let mut connection: Option<Connection> = None;
-        // Counts a Secret that gives no access, whose last valid version can still be in use.
+        // Counts a Secret that gives no access. The credentials of an earlier version can still be in use.
         let mut refused: Option<GaugeGuard> = None;
         loop {
             let state = secret_watch.state();
@@ -225,8 +225,8 @@ impl RemoteClusterWatch {
         expiry.run(warn).await
     }
 
-    /// Like [`report_expiry`](Self::report_expiry), for the credentials of the connection. Its series starts again when newer
-    /// credentials, which gave no connection, no longer have one.
+    /// Like [`report_expiry`](Self::report_expiry), for the credentials of the connection. It is called again after each attempt to
+    /// connect with newer credentials, because an attempt that fails removes the series.
     async fn report_expiry_of(&self, connection: &mut Option<Connection>) -> Infallible {
         match connection {
             Some(connection) => self.report_expiry(&mut connection.expiry).await,

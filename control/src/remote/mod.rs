@@ -2,7 +2,7 @@
 //!
 //! A cluster is watched while a Service of this cluster refers to it, with the credentials in the Secret
 //! `cluster-credentials-<name>` in the namespace of the control plane. A cluster that cannot be read keeps its last endpoints.
-//! If there are many clusters without a Secret, they are watched in rotation. They never end the watch of one with a Secret.
+//! If there are many clusters without a Secret, they are watched in rotation. This never ends the watch of a cluster with a Secret.
 //!
 //! RBAC in this cluster: `list` and `watch` on the Secrets of the linked clusters, each by its name. In the other
 //! cluster: `list` and `watch` on `services`, `endpointslices` (or `endpoints`) and `pods`; and, if this is permitted,
@@ -202,8 +202,8 @@ impl WatchTable {
         ended
     }
 
-    /// The wanted clusters that are not watched. First those that were not watched yet, then those whose watches
-    /// were ended first.
+    /// The wanted clusters that are not watched: first those that were never watched, then the others in the order in which their
+    /// watches were ended.
     fn waiting(&self, wanted: &[Arc<str>]) -> Vec<Arc<str>> {
         let waiting = wanted.iter().filter(|name| !self.watched.contains_key(*name));
         let mut waiting: Vec<_> = waiting.cloned().collect();
@@ -251,11 +251,11 @@ const UNLINK_DELAY: Duration = Duration::from_secs(60);
 /// Maximum number of watched clusters for which no Secret is known. Everyone who may edit a Service can refer to a cluster, and each
 /// watch takes requests to the local API server. Clusters with a Secret are not limited, because an administrator has linked them.
 const MAX_WATCHES_WITHOUT_SECRET: usize = 200;
-/// Interval at which other clusters without a Secret are watched, if there are more of them than can be watched. It is longer than it takes
-/// until a Secret counts as unreadable.
+/// Interval at which some watches of clusters without a Secret are ended for others, if not all of these clusters can be watched.
+/// It is longer than the time after which a Secret counts as unreadable.
 const ROTATION_INTERVAL: Duration = Duration::from_secs(10);
-/// Maximum number of watches that one rotation ends for others. The other clusters stay watched, those of namespaces that refer to few
-/// clusters, so that their Secrets are noticed at once.
+/// Maximum number of watches that one rotation ends for others. The clusters of namespaces that refer to few clusters stay watched,
+/// so that their Secrets are noticed at once.
 const MAX_WATCHES_ROTATED: usize = 20;
 
 #[cfg(test)]

@@ -94,8 +94,8 @@ impl References {
         }
     }
 
-    /// First the clusters of namespaces that refer to few clusters, so that the names in one namespace do not come before those in all
-    /// others.
+    /// The clusters in the order in which they are watched: those of namespaces that refer to few clusters come first, so that a
+    /// namespace that refers to many delays no other.
     fn in_fair_order(&self) -> Vec<Arc<str>> {
         let mut by_namespace = HashMap::<&str, HashSet<&Arc<str>>>::new();
         for (service, clusters) in &self.by_service {

@@ -41,8 +41,8 @@ pub struct ResourceName {
 pub struct WorkloadMetrics {
     #[serde(flatten)]
     pub resource: ResourceName,
-    /// The cluster of the group, if it is another one. The traffic is then that of the selected clients in this cluster, and `meshed`
-    /// and `total` are 0.
+    /// The other cluster that the group is in; empty for this cluster. The traffic of another cluster is what the observed clients in
+    /// this cluster send there, and `meshed` and `total` are 0.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub cluster: String,
     /// Number of running pods and external workloads with a sidecar; `total` also counts those without.

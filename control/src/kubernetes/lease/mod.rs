@@ -6,7 +6,7 @@
 //! process was paused for longer stops when its task runs again, before the task sends a request. Another candidate acquires the
 //! lease 27 to 30 seconds after the last renewal.
 //!
-//! A `LeaseReader` tells a process that does not compete whether another one holds the lease.
+//! A `LeaseReader` tells a process that does not compete whether another process holds the lease.
 //!
 //! RBAC: `get`, `create` and `update` on `leases` in the namespace of the lease, and `get` on `deployments` there if an
 //! owner is configured.
@@ -74,7 +74,7 @@ pub struct Candidate {
     gauge: RoleGauge,
 }
 
-/// Whether this process holds the lease. The series ends when this is dropped.
+/// The metric that says whether this process holds the lease. Its series ends when this is dropped.
 struct RoleGauge {
     family: Family<Gauge>,
     series: Arc<Gauge>,
@@ -384,14 +384,21 @@ impl LeaseReader {
         }
     }
 
-    /// Waits until another process holds the lease, or until none does. A lease whose holder does not renew it is not held.
-    pub(crate) async fn wait_until_held(&mut self, expected: bool) {
-        while self.is_held().await != Some(expected) {
+    /// Waits until another process holds the lease.
+    pub(crate) async fn wait_until_held(&mut self) {
+        while self.is_held().await != Some(true) {
             sleep(READ_INTERVAL).await;
         }
     }
 
-    /// `None` if the lease cannot be read.
+    /// Waits until no process holds the lease.
+    pub(crate) async fn wait_until_not_held(&mut self) {
+        while self.is_held().await != Some(false) {
+            sleep(READ_INTERVAL).await;
+        }
+    }
+
+    /// Whether another process holds the lease and renews it. `None` if the lease cannot be read.
     async fn is_held(&mut self) -> Option<bool> {
         let sent_at = Instant::now();
         match with_timeout(REQUEST_TIMEOUT, self.leases.get_opt(&self.name)).await {

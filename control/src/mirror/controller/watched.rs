@@ -34,8 +34,8 @@ pub(super) struct LocalObjects {
     pub(super) own_links: Store<DynamicObject>,
     /// The namespace of the Link that is mirrored.
     pub(super) namespace: String,
-    /// The last result of [`cluster`](Self::cluster), with the number of the last change that it contains. All controllers of this
-    /// process need it after each change.
+    /// The last result of [`cluster`](Self::cluster), with the number of the last change that it contains. The controllers of this
+    /// process share it, so that it is computed only once after each change.
     pub(super) snapshot: Mutex<Option<(u64, Arc<LocalCluster>)>>,
 }
 
@@ -98,8 +98,8 @@ impl LocalObjects {
         (oldest < own).then(|| NamespacedName::new(&*oldest.namespace, &*oldest.name))
     }
 
-    /// The name of the cluster in metrics. If the Link names no cluster, or that of an older Link, it is the name of the Link with
-    /// its namespace, which no cluster has.
+    /// The name of the cluster in metrics. If the Link names no cluster, or that of an older Link, it is `namespace/name` of the
+    /// Link, which is not the name of a cluster.
     pub(super) fn metrics_cluster(&self, link: &DynamicObject) -> String {
         match self.older_link(link) {
             Some(_) => object_name(&link.metadata).to_string(),
