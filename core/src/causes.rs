@@ -307,7 +307,7 @@ pub const ALL: &[Cause] = &[
         Responsible::Policy,
         "404, NOT_FOUND",
         "A gateway does not serve this Service to other clusters, because its labels do not match the selector of the gateway, or because it does not exist.",
-        "Export the Service by the label `mirror.linkerd.io/exported=true`. If Links select Services by other labels, set `gateway.exportedServices` of the chart `tulle-multicluster` to their selector, in the cluster of the gateway, which is `hop`.",
+        "Export the Service by the label `mirror.linkerd.io/exported=true`. If Links select Services by other labels, set `gateway.exportedServices` of the chart `tulle-multicluster` to their selector, in the cluster of the gateway (`hop`).",
     ),
     cause(
         "gateway-loop",
@@ -355,7 +355,7 @@ pub const ALL: &[Cause] = &[
         "policy-denied",
         Responsible::Policy,
         "403, PERMISSION_DENIED; an opaque connection is reset",
-        "No authorization permits this client. After the colon: the Server or default policy that decided, as in `policy-denied:server/web-http`. `why` is the reason: no authorization has the client's `network` or its `identity`, or the authorizations require TLS (`no-tls`) or an identity (`no-identity`), which the client does not have. `connect-tunnel`: authorizations permit the client, but the request opens a tunnel (`CONNECT`), and rules of the port would not see the bytes in it. `tunnel-request`: the rules were changed while a request for a tunnel waited for its response, and now refuse it. `certificate-expired`, `certificate-untrusted`: since the client connected, its certificate has expired, or its trust anchor was removed. `not-exported`, only of open connections and tunnels through a gateway: their Service is not exported any more.",
+        "No authorization permits this client. After the colon: the Server or default policy that decided, as in `policy-denied:server/web-http`. `why` is the reason: no authorization has the client's `network` or its `identity`, or the authorizations require TLS (`no-tls`) or an identity (`no-identity`), which the client does not have. `connect-tunnel`: authorizations permit the client, but the request opens a tunnel (`CONNECT`), and rules of the port would not see the bytes in it. `tunnel-request`: the rules were changed while a request for a tunnel waited for its response, and now refuse it. `certificate-expired`, `certificate-untrusted`: since the client connected, its certificate has expired, or its trust anchor was removed. `not-exported`: the Service of an open connection or tunnel through a gateway is not exported any more.",
         "`no-tls` and `no-identity`: mesh the client, or permit clients without identity. Otherwise add the client to the AuthorizationPolicy (`tulle diagnostics policy` shows the policies in force). `connect-tunnel`: to permit tunnels, add an HTTPRoute with `method: CONNECT`.",
     ),
     cause(
@@ -397,14 +397,14 @@ pub const ALL: &[Cause] = &[
         "tls-untrusted",
         Responsible::Mesh,
         "502, UNAVAILABLE",
-        "The peer's certificate is not signed by a trust anchor of this proxy. Or an open connection ended because the trust anchor of its client was removed.",
+        "The peer's certificate is not signed by a trust anchor of this proxy, or the trust anchor of a connected client was removed.",
         "While a root is replaced, trust both roots. `tulle check --proxy` shows the proxies that still have the old one.",
     ),
     cause(
         "tls-expired",
         Responsible::Mesh,
         "502, UNAVAILABLE",
-        "A certificate has expired or is not valid yet, or the proxy has none yet. Or requests were ended a minute after the certificate of their client had expired.",
+        "A certificate has expired or is not valid yet, or the proxy has none yet. Requests that are still in progress a minute after the certificate of their client has expired are ended, too.",
         "Check the clocks, and why the proxy got no new certificate: see the identity messages in its log, and `linkerd-identity`.",
     ),
     cause(

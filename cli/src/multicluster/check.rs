@@ -279,21 +279,21 @@ fn clusters_share_anchors(links: &[LinkState], state: &MulticlusterState) -> Che
             ));
         }
     };
-    let (mut distrusted, mut unknown) = (Vec::new(), Vec::new());
+    let (mut untrusted, mut unknown) = (Vec::new(), Vec::new());
     for link in links {
         let Ok(target) = &link.target else { continue };
         let compared = match &target.trust {
             Ok(trust) => check_trust::compare(own, trust),
-            Err(cause) => Err(Finding::Distrusted(cause.clone())),
+            Err(cause) => Err(Finding::Untrusted(cause.clone())),
         };
         match compared {
             Ok(()) => {}
-            Err(Finding::Distrusted(text)) => distrusted.push(format!("{}: {text}", link.name)),
+            Err(Finding::Untrusted(text)) => untrusted.push(format!("{}: {text}", link.name)),
             Err(Finding::Unknown(text)) => unknown.push(format!("{}: {text}", link.name)),
         }
     }
     let fix = "add the trust anchors of each cluster to those of the other, as in docs/how-to/multicluster.md";
-    fail_unless_empty(distrusted, |lines| {
+    fail_unless_empty(untrusted, |lines| {
         error(
             listing(
                 "clusters whose proxies do not trust those of this cluster, or are not trusted:",

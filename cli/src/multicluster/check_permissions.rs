@@ -161,7 +161,7 @@ mod tests {
         .unwrap();
         for (names, expected) in [
             (
-                SHARED_WITHOUT_CREDENTIALS,
+                SERVICE_MIRROR_WITHOUT_CREDENTIALS,
                 "there is no Role cluster-credentials-east, no RoleBinding cluster-credentials-east",
             ),
             (
@@ -180,7 +180,7 @@ mod tests {
     }
 
     /// The output of `link-gen` was not applied, or is that of an older version.
-    const SHARED_WITHOUT_CREDENTIALS: &[&str] = &[
+    const SERVICE_MIRROR_WITHOUT_CREDENTIALS: &[&str] = &[
         "linkerd-service-mirror",
         "linkerd-multicluster-controller-access-local-resources",
         "linkerd-service-mirror-access-local-resources",

@@ -56,7 +56,7 @@ pub(super) struct LinkState {
     pub(super) expiring_credentials: Vec<String>,
     /// Whether the objects that give its controller permissions exist.
     pub(super) permissions: Result<(), String>,
-    /// Whether its status has no cause why the exported Services cannot be read.
+    /// The cause, if its status says that the exported Services cannot be read.
     pub(super) status: Result<(), String>,
     /// Whether the Service through which its controller probes the gateway has the port for it.
     pub(super) probe_service: Result<(), String>,
@@ -187,8 +187,8 @@ async fn read_link_state(
     }
 }
 
-/// Fails with the cause why the exported Services cannot be read, if the controller has written one to the status. A Link without
-/// exported Services has none.
+/// Fails with the cause if the status says that the exported Services cannot be read. The status of a Link without exported
+/// Services does not say so.
 fn check_status(link: &DynamicObject) -> Result<(), String> {
     let status = &link.data["status"];
     let entries = ["mirrorServices", "federatedServices"].map(|field| status[field].as_array());
@@ -317,8 +317,8 @@ async fn discovery_secrets(cluster: &Cluster) -> Result<Vec<DiscoverySecret>, ku
     Ok(described.collect())
 }
 
-/// Fails if the controller of a Link has no Service through which it probes the gateway, or if this has no port for it. The number
-/// of the port may differ from that of the gateway, because it is mapped to that in the endpoints of the Service.
+/// Fails if the controller of a Link has no Service through which it probes the gateway, or if this Service has no port for probes.
+/// The number of the port may differ from that of the gateway, because the endpoints of the Service map it.
 async fn check_probe_service(cluster: &Cluster, link: &str, namespace: &str) -> anyhow::Result<()> {
     let api: Api<Service> = Api::namespaced(cluster.client.clone(), namespace);
     let of_chart = multicluster::probe_service_of_chart(link);

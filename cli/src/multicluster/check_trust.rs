@@ -25,7 +25,7 @@ pub(super) struct ClusterTrust {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Finding {
     /// Handshakes between the clusters fail.
-    Distrusted(String),
+    Untrusted(String),
     /// It is not known whether handshakes fail.
     Unknown(String),
 }
@@ -45,7 +45,7 @@ pub(super) fn compare(own: &ClusterTrust, target: &ClusterTrust) -> Result<(), F
         return Ok(());
     }
     let mut unknown = None;
-    for (chain, anchors, distrusted) in [
+    for (chain, anchors, untrusted) in [
         (
             &own.chain,
             &target.anchors,
@@ -59,13 +59,13 @@ pub(super) fn compare(own: &ClusterTrust, target: &ClusterTrust) -> Result<(), F
     ] {
         match chain {
             Ok(chain) if chains_to(chain, anchors) => {}
-            Ok(_) => return Err(Finding::Distrusted(distrusted.to_owned())),
+            Ok(_) => return Err(Finding::Untrusted(untrusted.to_owned())),
             Err(cause) => unknown = unknown.or(Some(cause)),
         }
     }
     let Some(cause) = unknown else { return Ok(()) };
     if in_both == 0 && own.chain.is_err() && target.chain.is_err() {
-        return Err(Finding::Distrusted("no trust anchor in common".to_owned()));
+        return Err(Finding::Untrusted("no trust anchor in common".to_owned()));
     }
     Err(Finding::Unknown(format!(
         "it has other trust anchors, and not all certificates are known: {cause}"
@@ -232,7 +232,7 @@ mod tests {
     #[test]
     fn certificates_of_each_cluster_chain_to_an_anchor_of_the_other() {
         let (old, new) = (&anchor("old"), &anchor("new"));
-        let distrusted = |text: &str| Err(Finding::Distrusted(text.to_owned()));
+        let untrusted = |text: &str| Err(Finding::Untrusted(text.to_owned()));
         let unknown = || {
             let text = "it has other trust anchors, and not all certificates are known: forbidden";
             Err(Finding::Unknown(text.to_owned()))
@@ -247,12 +247,12 @@ mod tests {
             (
                 cluster_trust(&[old, new], Some(new)),
                 cluster_trust(&[old], Some(old)),
-                distrusted("certificates of this cluster chain to no trust anchor there"),
+                untrusted("certificates of this cluster chain to no trust anchor there"),
             ),
             (
                 cluster_trust(&[old], Some(old)),
                 cluster_trust(&[old, new], Some(new)),
-                distrusted("its certificates chain to no trust anchor of this cluster"),
+                untrusted("its certificates chain to no trust anchor of this cluster"),
             ),
             (
                 cluster_trust(&[old, new], None),
@@ -284,7 +284,7 @@ mod tests {
             (
                 cluster_trust(&[old], None),
                 cluster_trust(&[new], None),
-                distrusted("no trust anchor in common"),
+                untrusted("no trust anchor in common"),
             ),
         ];
         for (number, (own, target, expected)) in rows.into_iter().enumerate() {

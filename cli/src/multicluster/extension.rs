@@ -90,8 +90,8 @@ pub(super) async fn namespace(cluster: &Cluster) -> anyhow::Result<Option<String
     Ok(found.first().map(kube::ResourceExt::name_any))
 }
 
-/// The Roles and their RoleBindings by which the service mirror, in the namespace of the Link, and the destination service may read the
-/// credentials for a linked cluster. They have the name of the Secret.
+/// The Roles and RoleBindings by which two accounts may read the Secret with the credentials for a linked cluster: the service
+/// mirror in the namespace of the Link, and the destination service in that of the control plane. All have the name of the Secret.
 pub(super) fn credentials_permissions(cluster: &str, link_namespace: &str, control_plane: &str) -> [Value; 4] {
     let [role, binding] = secret_permissions(cluster, link_namespace, SERVICE_MIRROR);
     let [destination_role, destination_binding] = secret_permissions(cluster, control_plane, "linkerd-destination");

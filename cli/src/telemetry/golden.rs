@@ -73,7 +73,7 @@ pub(crate) fn stat(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
     })
 }
 
-/// The column of the cluster in `tulle stat`.
+/// Position of the column `CLUSTER` of `tulle stat`, before a column `NAMESPACE` is inserted.
 const CLUSTER_COLUMN: usize = 1;
 
 /// Runs `tulle edges`.
@@ -181,8 +181,8 @@ fn namespace_suffix(query: &TelemetryQuery) -> String {
     }
 }
 
-/// Formats a table, with a namespace column if the query covers several namespaces, or a line has another one than the query:
-/// workloads of a namespace can use Services in another one of another cluster. `namespaces` has that of each line.
+/// Formats a table. It has a namespace column if the query covers all namespaces, or if a line is of another namespace than the
+/// query: clients can use Services in other namespaces of other clusters. `namespaces` has the namespace of each line.
 fn table_with_namespaces(
     query: &TelemetryQuery,
     mut titles: Vec<&str>,

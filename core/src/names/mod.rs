@@ -71,16 +71,17 @@ pub mod multicluster {
 
     /// The Deployment and the account of the service mirror for all Links.
     pub const SERVICE_MIRROR: &str = "linkerd-service-mirror";
-    /// The name of two ports: that of a gateway where it is probed, and that of the Service by which another cluster probes it.
+    /// The name of the port of a gateway that answers probes, and of the port of the Service through which another cluster sends
+    /// them.
     pub const PROBE_PORT: &str = "mc-probe";
 
-    /// The Service that the chart creates for the controller of one Link, which probes the gateway through it.
+    /// The Service through which the controller of one Link probes the gateway. The chart creates it.
     pub fn probe_service_of_chart(link: &str) -> String {
         format!("probe-{link}")
     }
 
-    /// The Service that the service mirror for all Links creates to probe the gateway of a Link. Its name differs from that of the
-    /// chart, because Helm does not replace a Service that it has not created. If the name would be too long, it is that of the chart.
+    /// The Service that the service mirror for all Links creates to probe the gateway of a Link. Its name differs from the chart's,
+    /// because Helm does not replace a Service that it has not created. If this name is too long for a Service, it is the chart's.
     pub fn probe_service(link: &str) -> String {
         let name = format!("mirror-probe-{link}");
         match is_dns_label(&name) {
