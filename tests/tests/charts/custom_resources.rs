@@ -500,7 +500,8 @@ async fn links_of_linkerds_commands_are_accepted_and_links_that_cannot_work_are_
         for spec in LINKERD_LINKS {
             let name = [("/spec/targetClusterName", json!("east"))];
             assert_stored(&server, &api_version, "Link", spec, &name).await;
-            // Each is a new Link: a server-side apply makes an empty selector that a later specification lacks null, which is invalid.
+            // The next specification gets a new Link. Applied to this one, it would set an empty selector that it lacks to null,
+            // which is invalid.
             server
                 .kubectl(&["delete", "links.multicluster.linkerd.io", "--all"])
                 .await

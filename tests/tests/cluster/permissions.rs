@@ -144,8 +144,8 @@ pub(crate) fn permitted_requests(log: &[AuditRecord], namespace: &str) -> BTreeS
         .collect()
 }
 
-/// Refused requests of service accounts in this namespace. Those that are permitted later do not count: the API server considers a
-/// new Role some time after it is created.
+/// Refused requests of service accounts in this namespace. Those that are permitted later do not count, because the API server
+/// applies a new Role only some time after it is created.
 pub(crate) fn refused_requests(log: &[AuditRecord], namespace: &str) -> BTreeSet<Permission> {
     let mut refused = BTreeSet::new();
     for record in log {

@@ -264,17 +264,17 @@ fn a_gateway_does_not_forward_to_ports_of_its_own_workload() {
 }
 
 /// Variables of a gateway that serves the Services with the label `exported`.
-const OF_EXPORTED_SERVICES: [(&str, &str); 3] = [
+const ENV_WITH_SELECTOR: [(&str, &str); 3] = [
     ("INBOUND_GATEWAY_SUFFIXES", "svc.cluster.local."),
-    ("POLICY_WORKLOAD", WITH_SELECTOR),
-    ("DESTINATION_CONTEXT", WITH_SELECTOR),
+    ("POLICY_WORKLOAD", WORKLOAD_WITH_SELECTOR),
+    ("DESTINATION_CONTEXT", WORKLOAD_WITH_SELECTOR),
 ];
-const WITH_SELECTOR: &str = r#"{"ns":"shop", "pod":"web", "exportedServices":"exported"}"#;
+const WORKLOAD_WITH_SELECTOR: &str = r#"{"ns":"shop", "pod":"web", "exportedServices":"exported"}"#;
 
 #[test]
 fn a_gateway_with_a_selector_forwards_only_to_exported_services() {
     run_with_gateway_env(
-        &OF_EXPORTED_SERVICES,
+        &ENV_WITH_SELECTOR,
         async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
             apps::start_echo(mesh, "other").await;
             let name = |port: u16| format!("other.shop.svc.cluster.local:{port}");
@@ -328,7 +328,7 @@ fn a_gateway_with_a_selector_forwards_only_to_exported_services() {
 #[test]
 fn open_tunnels_through_a_gateway_are_closed_when_their_service_is_exported_no_longer() {
     run_with_gateway_env(
-        &OF_EXPORTED_SERVICES,
+        &ENV_WITH_SELECTOR,
         async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
             let _app = websocket::server(mesh, "other", websocket::echo).await;
             let unlabelled = mesh.manifest("service-other");

@@ -31,11 +31,11 @@ const MAX_FAILED_REQUESTS_AT_CUT: [u64; 2] = [100, 25];
 /// full run.
 const MAX_FAILED_REQUESTS_AT_KILL: [u64; 2] = [50, 10];
 
-/// The names of the processes of proxies: of tulle's, whose image has the program under the name `linkerd2-proxy-identity`, of which the
-/// kernel keeps 15 bytes, and of Linkerd's.
+/// The process names of proxies. tulle's image starts the program as `linkerd2-proxy-identity`, of which the kernel keeps 15 bytes;
+/// Linkerd's is `linkerd2-proxy`.
 const PROXY_PROGRAMS: [&str; 2] = ["linkerd2-proxy-", "linkerd2-proxy"];
 
-/// Three failed probes, one each 3.3 s at most, the timeout of the last one in the proxy, 1 s, and the time of the command.
+/// The sum of three intervals of probes, 3.3 s each, the timeout of the last probe in the proxy, 1 s, and the time of the command.
 const MAX_UNREPORTED: Duration = Duration::from_secs(15);
 /// A probe each 3 s, and the time until the client knows the change.
 const MAX_UNSERVED: Duration = Duration::from_secs(5);

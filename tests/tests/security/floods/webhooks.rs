@@ -1,5 +1,5 @@
-//! Floods of the webhooks, telemetry, and the admin port of the service mirror. They run with a real API server on one host of a
-//! bridge, and the attackers on another.
+//! Floods of the webhooks, of telemetry, and of the admin port of the service mirror. These services and a real API server are on
+//! one host, the attackers on another host of the same bridge.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::process::Command;

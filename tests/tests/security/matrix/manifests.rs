@@ -88,7 +88,7 @@ spec:
     }
 }
 
-/// Without networks, it would permit only clients in those of the cluster.
+/// It names the networks of its clients, because otherwise it would permit only clients in the networks of the cluster.
 fn server_authorization(server: &str) -> String {
     let (client, networks) = (identity("client"), client_networks());
     format!(
