@@ -523,9 +523,10 @@ mod tests {
         };
         let pay = ("east".to_owned(), name("bank", "service", "pay"), Some(1.0));
         let web = ("east".to_owned(), name("shop", "deployment", "web"), Some(1.0));
-        assert_eq!(remote(&all(GroupKind::Service)), [pay.clone()]);
-        assert_eq!(remote(&one("web")), [web.clone()]);
-        assert_eq!(remote(&all(GroupKind::Workload)), [pay, web]);
+        let both = [pay, web];
+        assert_eq!(remote(&all(GroupKind::Service)), both[..1]);
+        assert_eq!(remote(&one("web")), both[1..]);
+        assert_eq!(remote(&all(GroupKind::Workload)), both);
         assert_eq!(remote(&all(GroupKind::Namespace)), []);
         assert_eq!(remote(&one("client")), []);
     }

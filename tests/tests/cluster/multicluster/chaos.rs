@@ -37,8 +37,9 @@ const PROXY_PROGRAMS: [&str; 2] = ["linkerd2-proxy-", "linkerd2-proxy"];
 
 /// The sum of three intervals of probes, 3.3 s each, the timeout of the last probe in the proxy, 1 s, and the time of the command.
 const MAX_UNREPORTED: Duration = Duration::from_secs(15);
-/// A probe each 3 s, and the time until the client knows the change.
-const MAX_UNSERVED: Duration = Duration::from_secs(5);
+/// Two intervals of probes, because the first probe can be sent before the nodes forward it to the new pod, and the time until the
+/// client knows the change.
+const MAX_UNSERVED: Duration = Duration::from_secs(10);
 /// Half of the time that a proxy waits for a connection: a request without a gateway must not wait for one.
 const MAX_LATENCY_WITHOUT_GATEWAY: Duration = Duration::from_millis(500);
 
