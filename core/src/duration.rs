@@ -20,10 +20,10 @@ pub fn parse(text: &str) -> Result<Duration, ParseDurationError> {
 }
 
 fn parse_millis(text: &str) -> Option<u64> {
-    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
-    let (number, unit) = text.split_at(digits);
+    let n_digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    let (number, unit) = text.split_at(n_digits);
     let number: u64 = number.parse().ok()?;
-    let millis = match unit {
+    let millis_per_unit = match unit {
         "ms" => 1,
         "s" => 1_000,
         "m" => 60_000,
@@ -32,7 +32,7 @@ fn parse_millis(text: &str) -> Option<u64> {
         "" if number == 0 => 0,
         _ => return None,
     };
-    number.checked_mul(millis)
+    number.checked_mul(millis_per_unit)
 }
 
 /// Parses the lifetime of a certificate or token. It must not be zero.

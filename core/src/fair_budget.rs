@@ -111,7 +111,7 @@ impl FairBudget {
 
     /// Waits until the amount can be reserved; forever if it exceeds [`max_reservation`](Self::max_reservation).
     ///
-    /// Every reservation that is made or returned wakes all waiting clients, so there should be at most some hundred of them.
+    /// Every reservation that is made or returned wakes all waiting clients, so at most a few hundred clients should wait.
     pub async fn reserve(self: &Arc<Self>, client: IpAddr, amount: usize) -> Reservation {
         loop {
             let mut changed = pin!(self.changed.notified());

@@ -91,8 +91,7 @@ impl Listener {
         let mut n_accepted = 0_usize;
         let log_limiter = LogLimiter::<()>::default();
         loop {
-            // The futures of the branches only wait, and `accept` is cancel-safe, so no accepted connection is lost when another
-            // branch is taken.
+            // `accept` and `join_next` are cancel-safe, so no accepted connection is lost when another branch is taken.
             tokio::select! {
                 biased;
                 () = &mut stop => break,

@@ -68,8 +68,8 @@ impl io::Write for Written {
     }
 }
 
-/// While there is only one subscriber, a call site that another thread uses first is disabled for all threads: `tracing` then asks
-/// only the subscriber of that thread.
+/// A second dispatcher, so that every call site asks the subscriber of its own thread. With a single dispatcher, `tracing` asks the
+/// subscriber of the first thread that reaches a call site, and a thread without a capture disables the call site for all threads.
 static SECOND_DISPATCH: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(NoSubscriber::new()));
 
 #[cfg(test)]

@@ -343,9 +343,9 @@ impl Drop for VirtualNetwork {
 }
 
 /// The addresses in the output of `ip -6 addr show` that belong to links which are up and connected.
-fn addresses_of_links_that_are_up(shown: &str) -> impl Iterator<Item = &str> {
+fn addresses_of_links_that_are_up(ip_output: &str) -> impl Iterator<Item = &str> {
     let mut is_up = false;
-    shown.lines().filter_map(move |line| {
+    ip_output.lines().filter_map(move |line| {
         if !line.starts_with(' ') {
             is_up = line.contains("LOWER_UP") && !line.contains("state DOWN");
             return None;
@@ -438,7 +438,7 @@ fn spawn_in_user_namespace(program: &Path, id_maps: &IdMaps, signals: SigSet) ->
             mapped
         });
         let spawned = command.spawn();
-        drop(command); // closes the child's ends of the pipes, so that the mapper does not wait for ever
+        drop(command); // closes the child's ends of the pipes, so that the mapper does not wait forever
         let mapped = mapper.join().unwrap_or_else(|panicked| panic::resume_unwind(panicked));
         mapped?;
         spawned.map_err(failed)
@@ -476,17 +476,17 @@ fn enter_namespaces_as_root(mut to_parent: &io::PipeWriter, mut from_parent: &io
 
 /// Forwards signals until the child ends, then exits with its status.
 fn forward_signals(mut child: process::Child, signals: &SigSet) -> io::Result<()> {
-    let arrived = SignalFd::new(signals)?;
+    let signal_fd = SignalFd::new(signals)?;
     let pid = Pid::from_raw(child.id().cast_signed());
     loop {
         if let Some(status) = child.try_wait()? {
             use std::os::unix::process::ExitStatusExt;
             process::exit(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0)));
         }
-        let Some(info) = arrived.read_signal()? else { continue };
+        let Some(info) = signal_fd.read_signal()? else { continue };
         let signal = Signal::try_from(info.ssi_signo.cast_signed())?;
-        // The kernel sends a signal of the terminal (Ctrl-C) to the child too. The child treats a second one as a request
-        // to exit immediately.
+        // The kernel sends a signal of the terminal (Ctrl-C) to the child itself. It is not forwarded, because the child treats a
+        // second signal as a request to exit immediately.
         if signal != Signal::SIGCHLD && info.ssi_code != SI_KERNEL {
             kill(pid, signal)?;
         }

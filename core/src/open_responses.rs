@@ -29,7 +29,7 @@ struct State {
     /// Bytes of all contents.
     n_bytes: usize,
     /// The number of responses with each content.
-    sharers: HashMap<ContentId, usize>,
+    n_sharers: HashMap<ContentId, usize>,
     /// By id: the oldest first.
     responses: BTreeMap<u64, OpenResponse>,
 }
@@ -109,9 +109,9 @@ impl State {
     fn insert(&mut self, response: OpenResponse) -> u64 {
         let id = self.next_id;
         self.next_id += 1;
-        let sharers = self.sharers.entry(response.content_id).or_default();
-        *sharers += 1;
-        if *sharers == 1 {
+        let n_sharers = self.n_sharers.entry(response.content_id).or_default();
+        *n_sharers += 1;
+        if *n_sharers == 1 {
             self.n_bytes += response.content_id.n_bytes;
         }
         self.responses.insert(id, response);
@@ -124,7 +124,7 @@ impl State {
         let mut by_network = HashMap::<IpAddr, usize>::new();
         for response in self.responses.values() {
             let ContentId { n_bytes, .. } = response.content_id;
-            *by_network.entry(response.network).or_default() += n_bytes / self.sharers[&response.content_id];
+            *by_network.entry(response.network).or_default() += n_bytes / self.n_sharers[&response.content_id];
         }
         let candidates = self
             .responses
@@ -142,10 +142,10 @@ impl State {
             return;
         };
         let content_id = ended.content_id;
-        if let Entry::Occupied(mut sharers) = self.sharers.entry(content_id) {
-            *sharers.get_mut() -= 1;
-            if *sharers.get() == 0 {
-                sharers.remove();
+        if let Entry::Occupied(mut n_sharers) = self.n_sharers.entry(content_id) {
+            *n_sharers.get_mut() -= 1;
+            if *n_sharers.get() == 0 {
+                n_sharers.remove();
                 self.n_bytes -= content_id.n_bytes;
             }
         }
@@ -244,7 +244,7 @@ mod tests {
         }
         assert_eq!(n_bytes(), 20_000);
         drop(slow);
-        assert!(responses.state.lock().sharers.is_empty());
+        assert!(responses.state.lock().n_sharers.is_empty());
     }
 
     #[tokio::test]

@@ -54,8 +54,8 @@ impl PerClientLimiter {
         self.limits.total_weight
     }
 
-    /// Runs `work` once fewer than [`Limits::queued_or_running_per_network`] other requests of this client's network are queued
-    /// or run, and then the global limit permits the weight. Both waits are in the order of arrival.
+    /// Runs `work` after two waits, each in the order of arrival: until fewer than [`Limits::queued_or_running_per_network`] other
+    /// requests of this client's network are in the global queue or run, and then until the global limit permits the weight.
     ///
     /// The caller ensures that the weight is at most [`max_weight`](Self::max_weight); a larger one waits forever.
     ///
@@ -129,12 +129,12 @@ mod tests {
     async fn start(
         limiter: &Arc<PerClientLimiter>,
         clients: impl IntoIterator<Item = u8>,
-        takes: Duration,
+        work_time: Duration,
     ) -> JoinSet<Result<(), QueueFull>> {
         let mut requests = JoinSet::new();
         for last in clients {
             let limiter = limiter.clone();
-            requests.spawn(async move { limiter.run(ip(last), 1, sleep(takes)).await });
+            requests.spawn(async move { limiter.run(ip(last), 1, sleep(work_time)).await });
         }
         let n_entered = || {
             limiter
@@ -153,23 +153,23 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn one_request_does_not_wait_for_a_flood_from_other_clients() {
         let limiter = Arc::new(PerClientLimiter::new(LIMITS));
-        let takes = Duration::from_secs(1);
-        let _flood = start(&limiter, (0..60).flat_map(|_| [1, 2, 3]), takes).await;
+        let work_time = Duration::from_secs(1);
+        let _flood = start(&limiter, (0..60).flat_map(|_| [1, 2, 3]), work_time).await;
         let began_at = Instant::now();
-        limiter.run(ip(9), 1, sleep(takes)).await.unwrap();
+        limiter.run(ip(9), 1, sleep(work_time)).await.unwrap();
         let took = began_at.elapsed();
-        assert!(took <= 3 * takes, "{took:?}");
+        assert!(took <= 3 * work_time, "{took:?}");
     }
 
     #[tokio::test(start_paused = true)]
     async fn the_weight_of_running_requests_is_bounded() {
         let limiter = Arc::new(PerClientLimiter::new(LIMITS));
-        let takes = Duration::from_secs(1);
-        let _light = start(&limiter, [1], takes).await;
+        let work_time = Duration::from_secs(1);
+        let _light = start(&limiter, [1], work_time).await;
         let began_at = Instant::now();
         let heavy = limiter.run(ip(2), 2, async { began_at.elapsed() });
         let waited = heavy.await.unwrap();
-        assert!(waited >= takes, "{waited:?}");
+        assert!(waited >= work_time, "{waited:?}");
     }
 
     #[tokio::test(start_paused = true)]

@@ -16,7 +16,7 @@ pub enum ReadError<E> {
 /// Reads a body of at most `max_bytes`. The rest of a longer body is received and discarded, so that its client reads the
 /// response.
 ///
-/// Copies each frame, because hyper hands it over in a buffer of several KiB even if it holds one byte. So the memory is at most
+/// Copies each frame, because hyper's buffer for a frame has several KiB, even if the frame has one byte. So the memory is at most
 /// the `content-length`, or without one, twice the bytes received.
 ///
 /// # Errors
@@ -79,7 +79,7 @@ mod tests {
                 return Poll::Ready(None);
             }
             self.left -= 1;
-            // As a server that has read one byte into a large buffer.
+            // Like hyper, if it has read one byte into its large buffer.
             let mut buffer = Bytes::from(vec![b'x'; 8192]);
             Poll::Ready(Some(Ok(Frame::data(buffer.split_to(1)))))
         }

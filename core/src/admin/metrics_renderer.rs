@@ -107,7 +107,7 @@ mod tests {
             request_page(&mut requests);
         }
         tokio::task::yield_now().await;
-        first_to_wait.abort(); // this request was to render the page that the others wait for
+        first_to_wait.abort(); // the others wait for the page that this request would render
         for _ in 0..2 {
             continue_tx.send(()).unwrap();
         }

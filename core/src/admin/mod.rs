@@ -427,13 +427,14 @@ const MAX_CONCURRENT_STREAMS: u32 = 4;
 const MAX_BODY_BYTES: usize = 8 * 1024;
 /// Maximum length of the headers of a request over HTTP/2.
 const MAX_HEADER_LIST_BYTES: u32 = 8 * 1024;
-/// Maximum bytes that are buffered of a request head over HTTP/1, and of a response.
+/// Maximum size of each of the two buffers of an HTTP/1 connection: received bytes, which include a whole request head, and bytes
+/// to send.
 const MAX_HTTP1_BUFFER_BYTES: usize = 16 * 1024;
-/// Bytes of requests that a client can send before they are read. It is the default of HTTP/2.
+/// Flow-control window of each HTTP/2 stream and connection for request bodies: the default of the protocol.
 const HTTP2_WINDOW_BYTES: u32 = 65_535;
 /// Maximum time for the TLS handshake, or without TLS for the detection of the HTTP version.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Maximum time for receiving a request head, idle time before it included.
+/// Maximum time for receiving a request head, including the idle time before it.
 const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(60);
 const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(60);
 const BODY_READ_TIMEOUT: Duration = Duration::from_secs(10);

@@ -20,7 +20,7 @@ async fn start() -> RunningServer {
     start_with(|admin| admin).await
 }
 
-async fn start_with(more: impl FnOnce(Admin) -> Admin) -> RunningServer {
+async fn start_with(configure: impl FnOnce(Admin) -> Admin) -> RunningServer {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let addr = listener.local_addr().unwrap();
     let registry = Registry::new();
@@ -31,7 +31,7 @@ async fn start_with(more: impl FnOnce(Admin) -> Admin) -> RunningServer {
         text(StatusCode::OK, line)
     });
     let (signal, watch) = drain::channel();
-    let server = tokio::spawn(more(admin).serve(listener, watch));
+    let server = tokio::spawn(configure(admin).serve(listener, watch));
     RunningServer {
         addr,
         signal,

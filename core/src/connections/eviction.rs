@@ -235,7 +235,8 @@ impl Connections {
             params,
             has_many_unused: n_unused.load(Ordering::Relaxed) > params.max / 4,
         };
-        // Verified clients leave a quarter of the limit to connections that are not verified yet.
+        // While unverified connections have less than a quarter of the limit, a verified client or identity with more than its fair
+        // share loses a connection to them.
         let reserved = (params.max / 4).max(1);
         if unverified.all.len() < reserved
             && let Some(connection) = eviction.evict_over_share(verified)

@@ -16,7 +16,7 @@
 //!
 //! A connection with a verified identity is evicted in two cases only:
 //! - Unverified connections are fewer than a quarter of the limit, and a verified client or identity has more than its fair
-//!   share. It loses a connection, so verified connections never keep unverified ones out of their quarter of the limit.
+//!   share. It loses a connection, so one client or identity cannot keep unverified connections out of this quarter.
 //! - All connections are verified, and no client has more than its fair share. The client with the most connections loses one;
 //!   if each client has one, the new connection is refused.
 

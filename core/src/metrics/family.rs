@@ -39,7 +39,7 @@ struct Series<M> {
     value: Arc<M>,
     /// The value's fingerprint at the last check.
     last_fingerprint: u64,
-    /// The time of the last check that found the series held or changed.
+    /// The time of the last check that found a handle of the series, or a change of its value.
     touched_at: Instant,
 }
 

@@ -651,7 +651,7 @@ annotations! {
     }
 }
 
-/// Returns the annotation with this key. The key of one with a placeholder begins with its name.
+/// Returns the annotation with this key. The name of an annotation with a placeholder is a prefix of its keys.
 pub fn find(key: &str) -> Option<&'static Annotation> {
     ALL.iter().find(|annotation| match annotation.placeholder {
         "" => annotation.name == key,
