@@ -297,7 +297,7 @@ impl RedirectArgs {
         self.report.is_some()
     }
 
-    pub fn log(&self) -> (Format, &'static str) {
+    pub fn log_format_and_filter(&self) -> (Format, &'static str) {
         (log_format(&self.log_format), log_filter(&self.log_level))
     }
 
@@ -410,7 +410,7 @@ impl RedirectArgs {
         Ok(vec![backend])
     }
 
-    /// The iptables flavour of the Linkerd flags; `--iptables-mode` takes precedence over the program's name.
+    /// The iptables flavour that Linkerd's flags select; `--iptables-mode` takes precedence over `--firewall-bin-path`.
     fn flavour(&self) -> Result<Option<Flavour>, OptionError> {
         let mode = self.iptables_mode.as_deref().unwrap_or_default();
         let program = self.firewall_bin_path.as_deref().unwrap_or_default();
@@ -445,7 +445,7 @@ impl ValidateArgs {
         }
     }
 
-    pub fn log(&self) -> (Format, &'static str) {
+    pub fn log_format_and_filter(&self) -> (Format, &'static str) {
         (log_format(&self.log_format), log_filter(&self.log_level))
     }
 }

@@ -46,7 +46,7 @@ fn parse<P: Parser>() -> Result<P, ExitCode> {
 }
 
 fn run_redirect(args: &RedirectArgs) -> ExitCode {
-    let (format, filter) = args.log();
+    let (format, filter) = args.log_format_and_filter();
     if let Err(error) = logging::init(filter, format) {
         return fail(&error);
     }
@@ -71,7 +71,7 @@ fn run_redirect(args: &RedirectArgs) -> ExitCode {
 }
 
 fn run_validate(args: &ValidateArgs) -> ExitCode {
-    let (format, filter) = args.log();
+    let (format, filter) = args.log_format_and_filter();
     if let Err(error) = logging::init(filter, format) {
         return fail(&error);
     }

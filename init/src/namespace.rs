@@ -21,7 +21,7 @@ pub fn enter(path: &Path) -> anyhow::Result<()> {
     })
 }
 
-/// Whether IPv6 is enabled on an interface of the namespace except loopback, or would be on a new one.
+/// Whether IPv6 is enabled on an interface of the namespace other than loopback, or for new interfaces (`default`).
 ///
 /// Each interface has its own setting; `all` only contains the value that was last written to it.
 #[must_use]
@@ -42,7 +42,7 @@ pub fn has_ipv6() -> bool {
 ///
 /// # Errors
 /// If the sysctl does not exist or cannot be written.
-pub fn set_close_wait(seconds: u32) -> anyhow::Result<()> {
+pub fn set_close_wait_timeout(seconds: u32) -> anyhow::Result<()> {
     fs::write(CLOSE_WAIT_TIMEOUT_PATH, seconds.to_string()).with_context(|| {
         format!(
             "writing {seconds} to {CLOSE_WAIT_TIMEOUT_PATH} (needs the capability NET_ADMIN and a writable /proc/sys)"

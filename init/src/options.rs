@@ -151,7 +151,7 @@ pub const DEFAULT_PRIORITY: i32 = -100;
 /// Parses a proxy port.
 ///
 /// # Errors
-/// If the value is not between 1 and 65535, or the flag is absent, for which Linkerd's init uses -1.
+/// If the value is not between 1 and 65535. As in Linkerd's init, -1 means that the flag is absent.
 pub fn proxy_port(flag: &'static str, value: i64) -> Result<NonZeroU16, OptionError> {
     if value == -1 {
         return Err(OptionError::MissingPort { flag });

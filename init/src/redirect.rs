@@ -83,7 +83,7 @@ enum BackendError {
     Iptables(#[from] IptablesError),
 }
 
-/// Runs the job. The report is filled in even if it fails.
+/// Runs the job. The report is filled in even if the job fails.
 ///
 /// # Errors
 /// If rules could not be read or changed. If applying fails, the previous rules stay, unless the error says that they could not
@@ -134,11 +134,11 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
     record_rules(&options, &rules, report);
     let _lock = take_lock(job.wait, report)?;
     if let Some(seconds) = job.close_wait_secs {
-        namespace::set_close_wait(seconds)?;
+        namespace::set_close_wait_timeout(seconds)?;
     }
     let started = Instant::now();
     // Routes before rules: marked packets need the routes, and the routes alone change nothing.
-    let routed = match rules.is_tproxy() {
+    let routes_change = match rules.is_tproxy() {
         true => routing::ensure(rules.families).context("adding the routes that lead replies back to the proxy")?,
         false => Change::Unchanged,
     };
@@ -155,7 +155,7 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
         }
         (applied, _) => applied?,
     };
-    let change = match (routed, change) {
+    let change = match (routes_change, change) {
         (Change::Unchanged, Change::Unchanged) => Change::Unchanged,
         _ => Change::Applied,
     };
@@ -179,7 +179,7 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
 }
 
 fn apply_with_first_usable(job: &Job, rules: &Rules, report: &mut Report) -> anyhow::Result<(Backend, Change)> {
-    let mut failed = None;
+    let mut first_error = None;
     for backend in &job.backends {
         let error = match apply_with(*backend, rules, job.wait, report) {
             Ok(change) => return Ok((*backend, change)),
@@ -196,9 +196,9 @@ fn apply_with_first_usable(job: &Job, rules: &Rules, report: &mut Report) -> any
         }
         let error = anyhow::Error::new(error);
         report.warn(format!("{backend} cannot be used, trying the next backend: {error:#}"));
-        failed = failed.or(Some(error.context(format!("applying rules with {backend}"))));
+        first_error = first_error.or(Some(error.context(format!("applying rules with {backend}"))));
     }
-    Err(failed.unwrap_or_else(|| anyhow::anyhow!("no backend is permitted")))
+    Err(first_error.unwrap_or_else(|| anyhow::anyhow!("no backend is permitted")))
 }
 
 /// Whether an error can mean that the kernel or the programs have no IPv6. Temporary errors, such as a lock that is held, do not.
@@ -418,7 +418,7 @@ fn clean(job: &Job, mode: CleanMode, report: &mut Report) -> anyhow::Result<()> 
     let _lock = take_lock(job.wait, report)?;
     let mut socket = Socket::open().context("removing rules")?;
     let legacy_tables = iptables::legacy_tables();
-    let legacy = legacy_tables == LegacyTables::Present;
+    let has_legacy_tables = legacy_tables == LegacyTables::Present;
     if legacy_tables == LegacyTables::Unknown {
         report.warn(
             "rules of iptables-legacy, if any, are not removed, because only root may list its tables; run this as root"
@@ -429,7 +429,7 @@ fn clean(job: &Job, mode: CleanMode, report: &mut Report) -> anyhow::Result<()> 
         let started = Instant::now();
         let mut ports = nftables::bypass_new_connections(&mut socket, job.wait)
             .context("letting new connections bypass the proxy")?;
-        if legacy {
+        if has_legacy_tables {
             ports.extend(
                 iptables::bypass_new_connections(Flavour::Legacy, job.wait)
                     .context("letting new connections bypass the proxy")?,
@@ -439,7 +439,7 @@ fn clean(job: &Job, mode: CleanMode, report: &mut Report) -> anyhow::Result<()> 
         report.record_duration("drain", started.elapsed());
     }
     report.removed = nftables::remove(&mut socket, job.wait, MeshRules::Both).context("removing rules")?;
-    if legacy {
+    if has_legacy_tables {
         report
             .removed
             .extend(iptables::remove(Flavour::Legacy, job.wait).context("removing rules")?);

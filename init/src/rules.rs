@@ -1,7 +1,7 @@
 //! Converts options to one ordered list of rules; a pure function. All backends render the same list.
 //!
-//! Chains that decide, such as inbound and outbound, are reached by jumps from chains with a hook, such as prerouting and
-//! output. They decide on the first segment of a connection. So connections that are open when the rules are applied are not
+//! Chains with a hook, such as prerouting and output, jump to chains that decide on a connection, such as inbound and outbound.
+//! These chains see only the first segment of each connection. So connections that are open when the rules are applied are not
 //! affected; a rule that redirected their later packets would break them. Only [`Chain::Invalid`] matches packets of all
 //! connections.
 //!
@@ -571,8 +571,8 @@ pub(crate) mod tests {
         });
         assert!(rules.list.iter().all(|rule| rule.family != Some(Family::V6)));
         let hooks = [Chain::Prerouting, Chain::Output];
-        let base_chain_rule = rules.list.iter().filter(|rule| hooks.contains(&rule.chain));
-        assert!(base_chain_rule.map(|rule| rule.family).eq([Some(Family::V4); 2]));
+        let base_chain_rules = rules.list.iter().filter(|rule| hooks.contains(&rule.chain));
+        assert!(base_chain_rules.map(|rule| rule.family).eq([Some(Family::V4); 2]));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use tokio::time;
 pub struct ValidateConfig {
     /// The address to listen on, in place of the proxy's outbound port.
     pub listen: SocketAddr,
-    /// The address to connect to; must be routable, and should not exist.
+    /// The address to connect to; must be routable, and should be unused.
     pub connect: SocketAddr,
     pub timeout: Duration,
 }
@@ -60,17 +60,17 @@ pub enum ValidateError {
 impl ValidateError {
     /// Whether the check ran but did not prove redirection; `false` if the check could not run.
     ///
-    /// As in Linkerd's validator, this includes a check for whose address there is no route, and a check that was ended by a signal.
+    /// As in Linkerd's validator, it is also `true` if there is no route to the address, or if a signal ended the check.
     #[must_use]
     pub fn is_unproven(&self) -> bool {
         !matches!(self, Self::Listen { .. } | Self::Signals(_))
     }
 }
 
-/// Listens on the proxy's port, connects to `connect`, and checks that the connection arrives at its own listener.
+/// Listens on the proxy's port, connects to `connect`, and checks that this listener answers.
 ///
 /// # Errors
-/// If the connection does not arrive there within the timeout, or a signal ends the check.
+/// If it does not answer within the timeout, or a signal ends the check.
 pub async fn run(config: ValidateConfig) -> Result<(), ValidateError> {
     let mut interrupted = signal(SignalKind::interrupt()).map_err(ValidateError::Signals)?;
     let mut terminated = signal(SignalKind::terminate()).map_err(ValidateError::Signals)?;
@@ -142,13 +142,13 @@ mod tests {
     async fn an_answer_of_another_server_is_recognised() {
         let other_server = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = other_server.local_addr().unwrap();
-        let speaks = tokio::spawn(async move {
+        let answering = tokio::spawn(async move {
             let (mut stream, _) = other_server.accept().await.unwrap();
             stream.write_all(b"220 mail ready\n").await.unwrap();
         });
         let error = check_answer(addr, "token").await.unwrap_err();
         assert!(matches!(error, ValidateError::UnexpectedAnswer { .. }), "{error}");
-        speaks.await.unwrap();
+        answering.await.unwrap();
 
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();

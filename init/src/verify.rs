@@ -39,7 +39,7 @@ pub fn verify_families(options: &Options) -> Vec<(Family, Verdict)> {
     options.families.redirected().map(verify).collect()
 }
 
-/// Connects to a local address from an unused client address.
+/// Connects to a local listener from an unused client address. This succeeds only if the listener's replies are routed back.
 fn verify_replies(family: Family) -> Verdict {
     let client = unused_addresses(family)[0];
     // The local address that would be used towards the client.

@@ -101,7 +101,7 @@ pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, 
     if plans.is_empty() {
         return Ok(Change::Unchanged);
     }
-    // There is no run with `--test` before: it takes as long as the real run, and does not check the rules in the kernel.
+    // A run with `--test` first would take as long as the real run, and would not check the rules in the kernel.
     let done = run_in_parallel(&plans, |plan| {
         restore(flavour, plan.family, &plan.script, wait, RestoreMode::KeepOthers)?;
         verify_applied(flavour, plan.family, rules)
@@ -144,8 +144,8 @@ pub fn remove(flavour: Flavour, wait: Duration) -> Result<Vec<String>, IptablesE
     Ok(removed)
 }
 
-/// Lets new connections bypass the proxy while open connections stay translated; returns the ports to which they are
-/// redirected.
+/// Lets new connections bypass the proxy while open connections stay translated; returns the ports to which open connections
+/// are redirected.
 ///
 /// # Errors
 /// If a program is missing or fails.
@@ -282,9 +282,9 @@ fn run_in_parallel<I: Sync, T: Send>(
     results.into_iter().collect()
 }
 
-/// Reads the live rules with the `-save` program. It names no table, because the legacy programs create each table that is named.
+/// Reads the live rules with the `-save` program, without naming a table: the legacy programs create each table that is named.
 ///
-/// Only for users other than root it names the legacy tables, because they cannot list the existing ones.
+/// Users other than root name the legacy tables nevertheless, because they cannot list the existing ones.
 fn read_rules(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
     let program = program(flavour, family, "save");
     if flavour == Flavour::Legacy && legacy_tables_in_family(family) == LegacyTables::Unknown {
@@ -296,7 +296,7 @@ fn read_rules(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesEr
     Ok(SavedRules::parse(&run(&program, &[], "")?))
 }
 
-/// The families that can have rules: of the legacy flavour those with a table, of the others both. A user other than root cannot
+/// The families that can have rules: for the legacy flavour those with a table, otherwise both. A user other than root cannot
 /// list the legacy tables; then no family of the legacy flavour is searched, because [`read_rules`] would create the tables.
 fn families_to_search(flavour: Flavour) -> impl Iterator<Item = Family> {
     let families = [Family::V4, Family::V6].into_iter();

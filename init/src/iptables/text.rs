@@ -50,9 +50,7 @@ impl SavedRules {
 
     /// Whether any chain or jump of tulle or Linkerd exists.
     pub(crate) fn has_mesh_rules(&self) -> bool {
-        TABLES
-            .iter()
-            .any(|(table, _)| !self.mesh_chains(table).is_empty() || self.jumps_to_mesh_chains(table).next().is_some())
+        TABLES.iter().any(|(table, _)| self.has_mesh_rules_in(table))
     }
 
     /// Whether one table contains any chain or jump of tulle or Linkerd.
@@ -106,7 +104,7 @@ impl SavedRules {
 /// last. If the run is interrupted between the two commits, the inbound rules, the outbound rules and the rules that drop packets
 /// each exist in their old form, their new form, or both.
 pub(crate) fn apply_script(rules: &Rules, family: Family, saved: &SavedRules) -> String {
-    let lines = lines(rules, family);
+    let lines = wanted_lines(rules, family);
     let mut text = String::new();
     let mut tables = TABLES; // mangle, then nat
     if !rules.is_tproxy() {
@@ -192,10 +190,10 @@ fn table_matches(wanted: &[&Line], table: &str, saved: &SavedRules) -> bool {
 }
 
 fn write_table(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Line]) {
-    let used = |chain: &&str| wanted.iter().any(|line| line.chain == *chain);
-    let of_table = TABLES.iter().filter(|(name, _)| *name == table);
+    let is_used = |chain: &&str| wanted.iter().any(|line| line.chain == *chain);
+    let tables = TABLES.iter().filter(|(name, _)| *name == table);
     let (used, unused): (Vec<&str>, Vec<&str>) =
-        of_table.flat_map(|(_, chains)| chains.iter().copied()).partition(used);
+        tables.flat_map(|(_, chains)| chains.iter().copied()).partition(is_used);
     let existing = saved.mesh_chains(table);
     let deleted: Vec<&str> = unused.into_iter().filter(|chain| existing.contains(chain)).collect();
     // Writing to a String cannot fail; the same holds below.
@@ -234,15 +232,15 @@ fn write_declarations<'a>(text: &mut String, chains: impl Iterator<Item = &'a st
     }
 }
 
-/// The lines of one family. The jumps are last, as in a first run of Linkerd's init.
-fn lines(rules: &Rules, family: Family) -> Vec<Line> {
+/// The lines of the wanted rules of one family. The jumps are last, as in a first run of Linkerd's init.
+fn wanted_lines(rules: &Rules, family: Family) -> Vec<Line> {
     let hooked = HOOKED_CHAINS
         .into_iter()
         .filter(|(chain, ..)| rules.for_family(family).any(|rule| rule.chain == *chain));
-    let jumps = hooked.map(|(_, builtin, own, comment)| Line {
+    let jumps = hooked.map(|(_, builtin, target, comment)| Line {
         table: "mangle",
         chain: builtin,
-        text: format!("-p tcp -m comment --comment \"{COMMENT_PREFIX}{comment}\" -j {own}"),
+        text: format!("-p tcp -m comment --comment \"{COMMENT_PREFIX}{comment}\" -j {target}"),
     });
     let own = rules.for_family(family).flat_map(|rule| rule_lines(rule, family));
     own.chain(jumps).collect()
@@ -338,7 +336,7 @@ fn match_words(matches: &[Match]) -> String {
         Match::User(uid) => format!("-m owner --uid-owner {uid}"),
         Match::Group(gid) => format!("-m owner --gid-owner {gid}"),
         Match::Invalid => "-m conntrack --ctstate INVALID".to_owned(),
-        // These become rules of their own.
+        // `rule_lines` renders these matches.
         Match::Ports { .. } | Match::Nets { .. } => String::new(),
     });
     let words: Vec<String> = words.filter(|word| !word.is_empty()).collect();
@@ -382,7 +380,7 @@ fn port_ranges(ports: &PortSet) -> impl Iterator<Item = String> + '_ {
     })
 }
 
-/// A multiport match has 15 slots; a range uses two.
+/// Groups of ports that fit into one multiport match each. A match has 15 slots, of which a range uses two.
 fn multiport_groups(ports: &PortSet) -> impl Iterator<Item = String> + '_ {
     let mut groups: Vec<(usize, Vec<String>)> = Vec::new();
     for range in port_ranges(ports) {

@@ -30,9 +30,9 @@ pub(crate) fn find_tables(socket: &mut Socket) -> Result<Vec<IptablesNftTable>, 
         }
         match found
             .iter_mut()
-            .find(|known| known.family == answer.family && known.table == table)
+            .find(|other| other.family == answer.family && other.table == table)
         {
-            Some(known) => known.chains.push(chain.to_owned()),
+            Some(other) => other.chains.push(chain.to_owned()),
             None => found.push(IptablesNftTable {
                 family: answer.family,
                 table: table.to_owned(),
@@ -41,8 +41,12 @@ pub(crate) fn find_tables(socket: &mut Socket) -> Result<Vec<IptablesNftTable>, 
             }),
         }
     }
-    for known in &mut found {
-        for answer in socket.dump(&table::list(table::NFT_MSG_GETRULE, known.family, Some(&known.table)))? {
+    for mesh_table in &mut found {
+        for answer in socket.dump(&table::list(
+            table::NFT_MSG_GETRULE,
+            mesh_table.family,
+            Some(&mesh_table.table),
+        ))? {
             let (Some(table), Some(chain)) = names(&answer, table::NFTA_RULE_TABLE, table::NFTA_RULE_CHAIN) else {
                 continue;
             };
@@ -51,9 +55,9 @@ pub(crate) fn find_tables(socket: &mut Socket) -> Result<Vec<IptablesNftTable>, 
             let Some(handle) = handle.map(u64::from_be_bytes) else {
                 continue;
             };
-            let is_known = |chain: &str| known.chains.iter().any(|known| known == chain);
-            if table == known.table && !is_known(chain) && target.is_some_and(is_known) {
-                known.jumps.push((chain.to_owned(), handle));
+            let is_listed = |chain: &str| mesh_table.chains.iter().any(|listed| listed == chain);
+            if table == mesh_table.table && !is_listed(chain) && target.is_some_and(is_listed) {
+                mesh_table.jumps.push((chain.to_owned(), handle));
             }
         }
     }
@@ -76,7 +80,7 @@ impl IptablesNftTable {
             let attrs = Attrs::new()
                 .text(table::NFTA_RULE_TABLE, &self.table)
                 .text(table::NFTA_RULE_CHAIN, chain);
-            self.delete(
+            self.delete_message(
                 table::NFT_MSG_DELRULE,
                 attrs.be64(table::NFTA_RULE_HANDLE, *handle),
                 chain,
@@ -88,7 +92,7 @@ impl IptablesNftTable {
             let attrs = Attrs::new()
                 .text(table::NFTA_CHAIN_TABLE, &self.table)
                 .text(table::NFTA_CHAIN_NAME, chain);
-            self.delete(table::NFT_MSG_DELCHAIN, attrs, chain)
+            self.delete_message(table::NFT_MSG_DELCHAIN, attrs, chain)
         });
         jumps.chain(emptied).chain(chains).collect()
     }
@@ -116,10 +120,10 @@ impl IptablesNftTable {
         let attrs = Attrs::new()
             .text(table::NFTA_RULE_TABLE, &self.table)
             .text(table::NFTA_RULE_CHAIN, chain);
-        self.delete(table::NFT_MSG_DELRULE, attrs, chain)
+        self.delete_message(table::NFT_MSG_DELRULE, attrs, chain)
     }
 
-    fn delete(&self, kind: u16, attrs: Attrs, chain: &str) -> Message {
+    fn delete_message(&self, kind: u16, attrs: Attrs, chain: &str) -> Message {
         let what = format!("a removal in chain {chain} of table {} ({})", self.table, self.name());
         Message {
             kind: NFNL_SUBSYS_NFTABLES << 8 | kind,

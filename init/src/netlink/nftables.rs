@@ -42,7 +42,7 @@ pub enum Change {
 /// If the kernel refuses all forms; the error is that of the full form, and the previous rules stay. Also if other
 /// processes keep changing rules until the wait is over.
 pub fn apply(socket: &mut Socket, rules: &Rules, wait: Duration) -> Result<Applied, NetlinkError> {
-    let mut first = None;
+    let mut first_error = None;
     for form in forms(rules) {
         match apply_form(socket, &form, wait) {
             Ok(change) => {
@@ -55,11 +55,11 @@ pub fn apply(socket: &mut Socket, rules: &Rules, wait: Duration) -> Result<Appli
                 let warnings = no_fib.into_iter().chain(no_inet).map(str::to_owned).collect();
                 return Ok(Applied { change, warnings });
             }
-            Err(error) if error.is_unsupported() => first = first.or(Some(error)),
+            Err(error) if error.is_unsupported() => first_error = first_error.or(Some(error)),
             Err(error) => return Err(error),
         }
     }
-    Err(first.unwrap_or(NetlinkError::ConcurrentChange))
+    Err(first_error.unwrap_or(NetlinkError::ConcurrentChange))
 }
 
 /// A form of the rules: the complete rules, or an equivalent for kernels that lack a feature.
@@ -123,7 +123,8 @@ pub fn check(socket: &mut Socket, rules: &Rules) -> Result<Comparison, NetlinkEr
     Ok(comparison)
 }
 
-/// Removes our table, the rules of tulle or Linkerd made by iptables-nft, or both; returns the names of the backends and tables from which rules were removed.
+/// Removes our table, the rules of tulle or Linkerd made by iptables-nft, or both; returns the names of the backends and tables
+/// from which rules were removed.
 ///
 /// # Errors
 /// If the kernel refuses; then nothing is removed.
@@ -141,8 +142,8 @@ pub fn remove(socket: &mut Socket, wait: Duration, which: MeshRules) -> Result<V
     Ok(removed)
 }
 
-/// Lets new connections bypass the proxy while open connections stay translated; returns the ports to which they are
-/// redirected.
+/// Lets new connections bypass the proxy while open connections stay translated; returns the ports to which open connections
+/// are redirected.
 ///
 /// Connection tracking stops translating when the last rule that uses it is removed, so one such rule stays.
 ///
@@ -191,7 +192,7 @@ pub enum MeshRules {
     Nftables,
     /// Only rules made by iptables-nft.
     IptablesNft,
-    /// Both. Rules of iptables-legacy are not in nftables and not meant.
+    /// Both. Rules of iptables-legacy are not in nftables and not included.
     Both,
 }
 
@@ -216,7 +217,8 @@ fn names(families: &[u8], iptables_nft_tables: &[IptablesNftTable]) -> Vec<Strin
         .collect()
 }
 
-/// Plans from the live rules and commits; repeats both if another process has changed rules in between.
+/// Commits the messages that `plan` computes from the live rules; repeats both steps if another process has changed rules in
+/// between.
 fn commit_with_retry(
     socket: &mut Socket,
     wait: Duration,

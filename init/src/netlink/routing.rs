@@ -19,7 +19,7 @@ pub fn ensure(families: Families) -> Result<Change, NetlinkError> {
     let mut change = Change::Unchanged;
     for object in families.redirected().flat_map(routing_objects) {
         if !object.exists(&mut socket)? {
-            socket.change(&object.message(object.new, NLM_F_CREATE))?;
+            socket.change(&object.message(object.new_kind, NLM_F_CREATE))?;
             change = Change::Applied;
         }
     }
@@ -54,7 +54,7 @@ pub fn remove() -> Result<Vec<String>, NetlinkError> {
                 exists => exists?,
             };
             if existed {
-                socket.change(&object.message(object.delete, 0))?;
+                socket.change(&object.message(object.delete_kind, 0))?;
                 removed.push(format!("{} {}", object.name, family.name()));
             }
         }
@@ -81,9 +81,10 @@ pub fn commands(families: Families) -> Vec<String> {
 struct RoutingObject {
     family: Family,
     name: &'static str,
-    new: u16,
-    delete: u16,
-    list: u16,
+    /// The kinds of the messages that create, delete and list the object.
+    new_kind: u16,
+    delete_kind: u16,
+    list_kind: u16,
     /// The last eight bytes of `rtmsg` (table, protocol, scope, type, flags) or of `fib_rule_hdr` (table, two reserved bytes, action,
     /// flags).
     header: [u8; 8],
@@ -94,9 +95,9 @@ fn routing_objects(family: Family) -> [RoutingObject; 2] {
     let rule = RoutingObject {
         family,
         name: "routing rule",
-        new: RTM_NEWRULE,
-        delete: RTM_DELRULE,
-        list: RTM_GETRULE,
+        new_kind: RTM_NEWRULE,
+        delete_kind: RTM_DELRULE,
+        list_kind: RTM_GETRULE,
         header: [ROUTING_TABLE, 0, 0, FR_ACT_TO_TBL, 0, 0, 0, 0],
         attrs: vec![
             (FRA_PRIORITY, ROUTING_RULE_PRIORITY),
@@ -107,9 +108,9 @@ fn routing_objects(family: Family) -> [RoutingObject; 2] {
     let route = RoutingObject {
         family,
         name: "route",
-        new: RTM_NEWROUTE,
-        delete: RTM_DELROUTE,
-        list: RTM_GETROUTE,
+        new_kind: RTM_NEWROUTE,
+        delete_kind: RTM_DELROUTE,
+        list_kind: RTM_GETROUTE,
         header: [ROUTING_TABLE, RTPROT_STATIC, RT_SCOPE_HOST, RTN_LOCAL, 0, 0, 0, 0],
         attrs: vec![(RTA_OIF, LOOPBACK_IFINDEX)],
     };
@@ -130,7 +131,7 @@ impl RoutingObject {
     }
 
     fn exists(&self, socket: &mut Socket) -> Result<bool, NetlinkError> {
-        let all = socket.dump(&self.message(self.list, 0))?;
+        let all = socket.dump(&self.message(self.list_kind, 0))?;
         Ok(all.iter().any(|shown| self.equals(shown) == Some(true)))
     }
 

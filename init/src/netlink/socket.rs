@@ -98,6 +98,8 @@ pub struct Socket {
 }
 
 impl Socket {
+    /// A socket for nftables and connection tracking.
+    ///
     /// # Errors
     /// If the kernel has no netfilter over netlink.
     pub fn open() -> Result<Self, NetlinkError> {
@@ -158,16 +160,16 @@ impl Socket {
         let expected = self.sequence;
         self.sequence += 1;
         let mut answers = Vec::new();
-        let mut raced = false;
+        let mut is_interrupted = false;
         loop {
             let len = self.receive(MsgFlags::empty())?;
             for (header, body) in frames(&self.buffer[..len]) {
                 if header.sequence != expected {
                     continue;
                 }
-                raced |= header.flags & NLM_F_DUMP_INTR != 0;
+                is_interrupted |= header.flags & NLM_F_DUMP_INTR != 0;
                 match header.kind {
-                    NLMSG_DONE if raced => return Err(NetlinkError::ConcurrentChange),
+                    NLMSG_DONE if is_interrupted => return Err(NetlinkError::ConcurrentChange),
                     NLMSG_DONE => return Ok(answers),
                     NLMSG_ERROR => return Err(refusal(&dump.what, body)),
                     _ => {
@@ -243,15 +245,15 @@ impl Socket {
     /// # Errors
     /// If the kernel refuses a message; the error is that of the first one, and nothing has changed.
     pub(crate) fn commit(&mut self, messages: &[Message], generation: u32) -> Result<(), NetlinkError> {
-        let frame = |kind, attrs| Message {
+        let batch_message = |kind, attrs| Message {
             kind,
             flags: 0,
             family: 0,
             attrs,
             what: "the transaction".to_owned(),
         };
-        let begin = frame(NFNL_MSG_BATCH_BEGIN, Attrs::new().be32(NFNL_BATCH_GENID, generation));
-        let end = frame(NFNL_MSG_BATCH_END, Attrs::new());
+        let begin = batch_message(NFNL_MSG_BATCH_BEGIN, Attrs::new().be32(NFNL_BATCH_GENID, generation));
+        let end = batch_message(NFNL_MSG_BATCH_END, Attrs::new());
         let Some((last, others)) = messages.split_last() else {
             return Ok(());
         };
@@ -260,8 +262,8 @@ impl Socket {
             ..last.clone()
         };
         let all: Vec<&Message> = [&begin].into_iter().chain(others).chain([&last, &end]).collect();
-        let first = self.sequence;
-        let batch = self.encode(&all, first);
+        let first_sequence = self.sequence;
+        let batch = self.encode(&all, first_sequence);
         self.sequence += u32::try_from(all.len()).unwrap_or(u32::MAX);
         self.send(&batch)?;
         // The kernel answers before `send` returns, so an answer that is missing now will not arrive later.
@@ -277,7 +279,7 @@ impl Socket {
                 received => received?,
             };
             for (header, body) in frames(&self.buffer[..len]) {
-                let index = usize::try_from(header.sequence.wrapping_sub(first)).unwrap_or(usize::MAX);
+                let index = usize::try_from(header.sequence.wrapping_sub(first_sequence)).unwrap_or(usize::MAX);
                 let Some(message) = all.get(index).filter(|_| header.kind == NLMSG_ERROR) else {
                     continue;
                 };
@@ -295,9 +297,9 @@ impl Socket {
         }
     }
 
-    fn encode(&self, messages: &[&Message], first: u32) -> Vec<u8> {
+    fn encode(&self, messages: &[&Message], first_sequence: u32) -> Vec<u8> {
         let mut bytes = Vec::new();
-        for (message, sequence) in messages.iter().zip(first..) {
+        for (message, sequence) in messages.iter().zip(first_sequence..) {
             let attrs = message.attrs.as_bytes();
             let len = u32::try_from(HEADER_LEN + GENERIC_HEADER_LEN + attrs.len()).unwrap_or(u32::MAX);
             bytes.extend_from_slice(&len.to_ne_bytes());

@@ -104,13 +104,13 @@ fn table(family: u8, rules: &Rules, list: Vec<&Rule>, hash: &str) -> Table {
     let sets = matches
         .filter_map(range_set)
         .zip(1..)
-        .map(|(found, id)| set(family, found, id))
+        .map(|(range_set, id)| set(family, range_set, id))
         .collect();
-    let used = Chain::ALL
+    let used_chains = Chain::ALL
         .into_iter()
         .filter(|chain| list.iter().any(|rule| rule.chain == *chain));
-    let mut chains: Vec<Message> = used
-        .map(|name| chain(family, name.name(), name.hook(rules.priority).as_ref()))
+    let mut chains: Vec<Message> = used_chains
+        .map(|used| chain(family, used.name(), used.hook(rules.priority).as_ref()))
         .collect();
     chains.push(chain(family, HASH_CHAIN, None));
     let mut messages: Vec<Message> = Chain::ALL
@@ -286,8 +286,8 @@ fn after(key: &[u8]) -> Option<Vec<u8>> {
     None
 }
 
-/// The bounds of ranges as nftables stores them: the first key of each range, and the key after its last one, which does not
-/// belong to it. The flag is `true` for the second kind.
+/// The bounds of ranges as nftables stores them: for each range, its first key and the first key after the range. The flag is
+/// `true` for a key after a range.
 pub(crate) fn bounds(ranges: &[(Vec<u8>, Vec<u8>)]) -> impl Iterator<Item = (Vec<u8>, bool)> + '_ {
     ranges.iter().flat_map(|(first, last)| {
         let end = after(last).map(|end| (end, true));
@@ -299,8 +299,8 @@ pub(crate) fn bounds(ranges: &[(Vec<u8>, Vec<u8>)]) -> impl Iterator<Item = (Vec
 fn elements(family: u8, set: &Set) -> Vec<Message> {
     let bounds: Vec<(Vec<u8>, bool)> = bounds(&set.ranges).collect();
     let lists = bounds.chunks(ELEMENTS_PER_MESSAGE).map(|bounds| {
-        let list = bounds.iter().fold(Attrs::new(), |list, (key, ends)| {
-            let flags = if *ends {
+        let list = bounds.iter().fold(Attrs::new(), |list, (key, is_end)| {
+            let flags = if *is_end {
                 Attrs::new().be32(NFTA_SET_ELEM_FLAGS, NFT_SET_ELEM_INTERVAL_END)
             } else {
                 Attrs::new()
@@ -335,7 +335,7 @@ pub(crate) fn shown_bounds(attrs: &[u8]) -> Vec<(Vec<u8>, bool)> {
         Some((key.to_vec(), flags & NFT_SET_ELEM_INTERVAL_END != 0))
     });
     bounds
-        .filter(|(key, ends)| !(*ends && key.iter().all(|byte| *byte == 0)))
+        .filter(|(key, is_end)| !(*is_end && key.iter().all(|byte| *byte == 0)))
         .collect()
 }
 

@@ -10,7 +10,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tulle_core::netns::Namespace;
 
 use crate::fixture::{
-    APP, BACKENDS, Client, Fixture, PROXY, ROOT, can_run, eventually, expect, families, flags, success,
+    APP, BACKENDS, Client, Fixture, PROXY, ROOT, assert_success, can_run, eventually, expect, families, flags,
 };
 
 #[test]
@@ -128,7 +128,7 @@ fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
     }
     let fixture = Fixture::new(&[8080, 7000, 4191]);
     let [v4, v6] = families();
-    let off = |more: &[&'static str]| [&["--ipv6=false"][..], more].concat();
+    let without_ipv6 = |more: &[&'static str]| [&["--ipv6=false"][..], more].concat();
     let other = Client {
         source: Some(v6.other_peer),
         ..ROOT
@@ -140,7 +140,7 @@ fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
     for backend in BACKENDS {
         fixture.apply(
             backend,
-            &off(&[
+            &without_ipv6(&[
                 "--inbound-ports-to-ignore",
                 "4191,7000",
                 "--subnets-to-ignore",
@@ -159,27 +159,30 @@ fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
         expect(&fixture.pod, APP, (v6.peer, 8080), "peer", backend);
         expect(&fixture.pod, APP, (v6.pod[0], 8080), "app", backend);
         assert_eq!(
-            fixture.exit_code(&flags(backend, &off(&["--check"]))),
+            fixture.exit_code(&flags(backend, &without_ipv6(&["--check"]))),
             3,
             "other lists: {backend}"
         );
 
-        fixture.apply(backend, &off(&["--ports-to-redirect", "8080"]));
+        fixture.apply(backend, &without_ipv6(&["--ports-to-redirect", "8080"]));
         assert_eq!(dial_error(v6.pod[0]), io::ErrorKind::TimedOut, "{backend}");
         expect(&fixture.peer, ROOT, (v6.pod[0], 7000), "app", backend);
         assert_eq!(
-            fixture.exit_code(&flags(backend, &off(&["--check", "--ports-to-redirect", "8080"]))),
+            fixture.exit_code(&flags(
+                backend,
+                &without_ipv6(&["--check", "--ports-to-redirect", "8080"])
+            )),
             0,
             "{backend}"
         );
 
-        fixture.apply(backend, &off(&["--unredirected-ipv6=allow"]));
+        fixture.apply(backend, &without_ipv6(&["--unredirected-ipv6=allow"]));
         expect(&fixture.peer, ROOT, (v6.pod[0], 8080), "app", backend);
-        fixture.apply(backend, &off(&[]));
+        fixture.apply(backend, &without_ipv6(&[]));
         assert_eq!(dial_error(v6.pod[0]), io::ErrorKind::TimedOut, "{backend}");
         fixture.apply(backend, &[]);
         expect(&fixture.peer, ROOT, (v6.pod[0], 8080), "inbound", backend);
-        success(&fixture.init(&["--clean"]));
+        assert_success(&fixture.init(&["--clean"]));
         expect(&fixture.peer, ROOT, (v6.pod[0], 8080), "app", backend);
     }
 }
@@ -205,7 +208,7 @@ fn rules_that_drop_ipv6_do_not_outlive_their_backend() {
             );
         }
         fixture.apply(backend, &["--ipv6=false"]);
-        success(&fixture.init(&["--clean"]));
+        assert_success(&fixture.init(&["--clean"]));
         expect(&fixture.peer, ROOT, (ip, 8080), "app", backend);
         let left = fixture.dump();
         assert!(!left.contains("PROXY_INIT_"), "{backend}: {left}");
@@ -281,7 +284,7 @@ fn datagrams_echo_requests_and_neighbour_discovery_pass() {
             ] {
                 // The first packet must resolve its neighbour again.
                 let flushed = from.command("ip").args(["neigh", "flush", "dev", "eth0"]).output();
-                success(&flushed.unwrap());
+                assert_success(&flushed.unwrap());
                 datagram(from, to, ip).unwrap_or_else(|error| panic!("{backend}: UDP to {ip}: {error}"));
                 ping(from, ip).unwrap_or_else(|error| panic!("{backend}: echo of {ip}: {error}"));
             }
@@ -377,7 +380,7 @@ fn invalid_segments_provoke_no_reset_when_dropped() {
             fixture.apply(backend, &["--drop-invalid"]);
             let before = resets(&fixture);
             stray_segment(&fixture.peer, family.peer, to);
-            // After a later connection has been served, a reset for the segment would have been sent.
+            // The reset for the segment would be sent before a later connection is served.
             expect(&fixture.peer, ROOT, to, "inbound", backend);
             assert_eq!(resets(&fixture), before, "{backend}: {to}");
         }

@@ -12,8 +12,8 @@ use std::time::Duration;
 use nix::sched::{CloneFlags, setns};
 
 use crate::fixture::{
-    APP, BACKENDS, BIN, Client, FLAGS, Family, Fixture, PROXY, ROOT, can_run, dial, echo, eventually, expect, families,
-    fetch_answer, flags, open, serve, serve_on, success,
+    APP, BACKENDS, BIN, Client, FLAGS, Family, Fixture, PROXY, ROOT, assert_success, can_run, dial, echo, eventually,
+    expect, families, fetch_answer, flags, open, serve, serve_on,
 };
 
 #[test]
@@ -22,7 +22,7 @@ fn simulate_prints_the_rules_and_changes_nothing() {
         return;
     }
     let fixture = Fixture::bare();
-    for (backend, by_hand) in [("nft", "nft -f -"), ("iptables-nft", ""), ("iptables-legacy", "")] {
+    for (backend, script_command) in [("nft", "nft -f -"), ("iptables-nft", ""), ("iptables-legacy", "")] {
         let before = fixture.dump();
         let trace = tempfile::NamedTempFile::new().unwrap();
         let simulate = [
@@ -45,7 +45,7 @@ fn simulate_prints_the_rules_and_changes_nothing() {
             .args(flags(backend, &simulate))
             .output()
             .unwrap();
-        success(&output);
+        assert_success(&output);
         let calls = fs::read_to_string(trace.path()).unwrap();
         assert_eq!(
             calls.lines().filter(|line| line.contains("execve(")).count(),
@@ -58,12 +58,12 @@ fn simulate_prints_the_rules_and_changes_nothing() {
         assert_eq!(fixture.dump(), before);
 
         let script = String::from_utf8(output.stdout).unwrap();
-        run_printed_script(&fixture, by_hand, &script);
-        let handmade = fixture.dump();
-        success(&fixture.init(&["--clean"]));
+        run_printed_script(&fixture, script_command, &script);
+        let printed_rules = fixture.dump();
+        assert_success(&fixture.init(&["--clean"]));
         fixture.apply(backend, &simulate[..2]);
-        assert_eq!(fixture.dump(), handmade, "{backend}");
-        success(&fixture.init(&["--clean"]));
+        assert_eq!(fixture.dump(), printed_rules, "{backend}");
+        assert_success(&fixture.init(&["--clean"]));
     }
 }
 
@@ -102,7 +102,7 @@ fn rules_are_applied_to_another_namespace_and_only_there() {
     let pod_path = pod_path.to_str().unwrap();
     for (backend, seconds) in BACKENDS.iter().zip(["123", "124", "125"]) {
         let flags = flags(backend, &["--netns", pod_path, "--timeout-close-wait-secs", seconds]);
-        success(&fixture.peer.command(BIN).args(flags).output().unwrap());
+        assert_success(&fixture.peer.command(BIN).args(flags).output().unwrap());
         for family in families() {
             expect(&fixture.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
             expect(&fixture.pod, APP, (family.peer, 8080), "outbound", backend);
@@ -110,8 +110,9 @@ fn rules_are_applied_to_another_namespace_and_only_there() {
         assert_eq!(fixture.sh(&format!("cat {setting}")).trim(), seconds);
         assert_eq!(elsewhere(), before, "{backend}");
     }
-    let none = "nft list ruleset; cat /proc/thread-self/net/ip_tables_names /proc/thread-self/net/ip6_tables_names";
-    let peer = fixture.peer.command("sh").args(["-c", none]).output().unwrap();
+    let list_rules =
+        "nft list ruleset; cat /proc/thread-self/net/ip_tables_names /proc/thread-self/net/ip6_tables_names";
+    let peer = fixture.peer.command("sh").args(["-c", list_rules]).output().unwrap();
     assert_eq!(String::from_utf8_lossy(&peer.stdout), "");
     let missing = Command::new(BIN)
         .args(flags("nft", &["--netns", "/run/netns/ti-none"]))
@@ -120,7 +121,7 @@ fn rules_are_applied_to_another_namespace_and_only_there() {
     assert_eq!(missing.status.code(), Some(1));
 }
 
-/// The uids and gids in the rules are those of the pod's user namespace; the kernel maps them by 100000.
+/// The uids and gids in the rules are those of the pod's user namespace; outside of it they are higher by 100000.
 #[test]
 fn rules_are_applied_from_outside_to_a_namespace_of_another_user_namespace() {
     if !can_run() {
@@ -148,7 +149,7 @@ fn rules_are_applied_from_outside_to_a_namespace_of_another_user_namespace() {
     run_in_namespace(&path, || {
         let addresses = "ip link set lo up; ip link set eth0 up; ip addr add 10.80.0.2/24 dev eth0; \
                          ip addr add fd80::2/64 dev eth0 nodad";
-        success(&Command::new("sh").args(["-ec", addresses]).output().unwrap());
+        assert_success(&Command::new("sh").args(["-ec", addresses]).output().unwrap());
         for (name, addr) in [
             ("inbound", "[::]:4143"),
             ("outbound", "127.0.0.1:4140"),
@@ -161,7 +162,7 @@ fn rules_are_applied_from_outside_to_a_namespace_of_another_user_namespace() {
         .args(flags("nft", &["--netns", &path]))
         .output()
         .unwrap();
-    success(&output);
+    assert_success(&output);
     let mapped = |user: Client| Client {
         uid: 100_000 + user.uid,
         gid: 100_000 + user.gid,
@@ -247,12 +248,12 @@ fn net_admin_is_enough_for_an_unprivileged_user() {
         ("iptables-nft", "-all,+net_admin"),
         ("iptables-legacy", "-all,+net_admin,+net_raw"),
     ] {
-        success(&as_unprivileged_user(&fixture, capabilities, &flags(backend, &[])));
+        assert_success(&as_unprivileged_user(&fixture, capabilities, &flags(backend, &[])));
         for family in families() {
             expect(&fixture.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
             expect(&fixture.pod, APP, (family.peer, 9000), "outbound", backend);
         }
-        success(&as_unprivileged_user(
+        assert_success(&as_unprivileged_user(
             &fixture,
             capabilities,
             &flags(backend, &["--check"]),
@@ -267,13 +268,13 @@ fn a_user_who_may_not_list_legacy_tables_gets_a_warning() {
     }
     let fixture = Fixture::new(&[8080]);
     fixture.apply("iptables-legacy", &[]);
-    let warns = |flags: &[&str], warning: &str| {
+    let expect_warning = |flags: &[&str], warning: &str| {
         let output = as_unprivileged_user(&fixture, "-all,+net_admin,+net_raw", flags);
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(stderr.contains(warning), "{flags:?}: {stderr}");
     };
-    warns(&[&FLAGS[..], &["--check"]].concat(), "were not looked for");
-    warns(&["--clean"], "are not removed");
+    expect_warning(&[&FLAGS[..], &["--check"]].concat(), "were not looked for");
+    expect_warning(&["--clean"], "are not removed");
 }
 
 #[test]
@@ -317,31 +318,31 @@ fn no_program_is_needed() {
             expect(&fixture.pod, APP, (family.peer, 8080), "outbound", "nft");
         }
     };
-    success(&run(&flags("nft", &[])));
+    assert_success(&run(&flags("nft", &[])));
     expect_redirects();
-    success(&run(&["--clean"]));
+    assert_success(&run(&["--clean"]));
     // If a chart asks for iptables and it is missing, a warning is logged, and the rules are applied over netlink.
     let args = [&FLAGS[..], &["--firewall-bin-path", "iptables-nft", "--verify=false"]].concat();
     let output = run(&args);
-    success(&output);
+    assert_success(&output);
     assert!(
         String::from_utf8_lossy(&output.stderr).contains("iptables-nft-save"),
         "{output:?}"
     );
     expect_redirects();
     // If iptables is available, it is used, and the rules that were applied over netlink are removed.
-    success(&fixture.init(&args));
+    assert_success(&fixture.init(&args));
     let dump = fixture.dump();
     assert!(
         dump.contains("PROXY_INIT_REDIRECT") && !dump.contains("l5d_init"),
         "{dump}"
     );
     // The plain programs are used too, regardless of their flavour.
-    success(&fixture.init(&["--clean"]));
+    assert_success(&fixture.init(&["--clean"]));
     fixture.apply("iptables", &["--drop-invalid"]);
     expect_redirects();
     assert_eq!(fixture.exit_code(&flags("iptables", &["--drop-invalid", "--check"])), 0);
-    success(&fixture.init(&["--clean"]));
+    assert_success(&fixture.init(&["--clean"]));
     assert_eq!(fixture.dump(), "");
 }
 
@@ -362,14 +363,14 @@ fn without_ipv6_only_ipv4_is_redirected_unless_ipv6_is_required() {
         );
         assert_eq!(fixture.dump(), before);
         let output = fixture.init(&flags(backend, &[]));
-        success(&output);
+        assert_success(&output);
         assert!(
             String::from_utf8_lossy(&output.stderr).contains("no IPv6"),
             "{output:?}"
         );
         expect(&fixture.peer, ROOT, (families()[0].pod[0], 8080), "inbound", backend);
         expect(&fixture.pod, APP, (families()[0].peer, 8080), "outbound", backend);
-        success(&fixture.init(&flags(backend, &["--ipv6=false", "--check"])));
+        assert_success(&fixture.init(&flags(backend, &["--ipv6=false", "--check"])));
     }
 }
 
@@ -401,7 +402,7 @@ fn inbound_ipv6_that_is_enabled_later_is_dropped_unless_it_is_allowed() {
             } else {
                 expect(&fixture.peer, ROOT, (ip, 8080), "app", backend);
             }
-            success(&fixture.init(&["--clean"]));
+            assert_success(&fixture.init(&["--clean"]));
         }
     }
 }
@@ -420,7 +421,7 @@ fn ipv6_is_not_redirected_if_it_is_disabled_by_flag() {
         expect(&fixture.pod, APP, (v4.peer, 8080), "outbound", backend);
         expect(&fixture.peer, ROOT, SocketAddr::from((v6.pod[0], 8080)), "app", backend);
         expect(&fixture.pod, APP, (v6.peer, 8080), "peer", backend);
-        success(&fixture.init(&["--clean"]));
+        assert_success(&fixture.init(&["--clean"]));
     }
 }
 
@@ -433,7 +434,7 @@ fn a_pod_with_only_ipv6_is_redirected() {
     for backend in BACKENDS {
         let fixture = Fixture::bare();
         for namespace in [&fixture.pod, &fixture.peer] {
-            success(
+            assert_success(
                 &namespace
                     .command("ip")
                     .args(["-4", "addr", "flush", "scope", "global"])
@@ -462,7 +463,7 @@ fn a_pod_with_only_ipv6_is_redirected() {
                 .contains("ipv4 was not checked: no route"),
             "{report}"
         );
-        success(&fixture.init(&[
+        assert_success(&fixture.init(&[
             "validate",
             "--listen-addr",
             "[::]:4140",
@@ -518,6 +519,6 @@ fn assert_clean_waits_for_connections(fixture: &Fixture, family: Family, backend
         }
         assert!(!cleaning.is_finished(), "{backend}: did not wait");
         drop(kept);
-        success(&cleaning.join().unwrap());
+        assert_success(&cleaning.join().unwrap());
     });
 }

@@ -174,7 +174,7 @@ impl Fixture {
     /// Applies rules with the usual flags and more; panics on failure.
     pub(crate) fn apply(&self, backend: &str, more: &[&str]) -> String {
         let output = self.init(&flags(backend, more));
-        success(&output);
+        assert_success(&output);
         String::from_utf8(output.stdout).unwrap()
     }
 
@@ -192,7 +192,7 @@ impl Fixture {
     /// Runs a shell command in the pod; panics on failure.
     pub(crate) fn sh(&self, script: &str) -> String {
         let output = self.pod.command("sh").args(["-ec", script]).output().unwrap();
-        success(&output);
+        assert_success(&output);
         String::from_utf8(output.stdout).unwrap()
     }
 
@@ -240,7 +240,7 @@ pub(crate) fn flags<'a>(backend: &'a str, more: &[&'a str]) -> Vec<&'a str> {
         .collect()
 }
 
-pub(crate) fn success(output: &Output) {
+pub(crate) fn assert_success(output: &Output) {
     assert!(
         output.status.success(),
         "{}: {}",
@@ -249,8 +249,8 @@ pub(crate) fn success(output: &Output) {
     );
 }
 
-/// Sends the server's name, the original destination and the client's address on every connection, then echoes; returns the
-/// number of connections.
+/// Starts a server that sends its name, the original destination and the client's address on every connection, then echoes.
+/// Returns the counter of its connections.
 pub(crate) fn serve(namespace: &Namespace, name: &'static str, addr: &str) -> Arc<AtomicUsize> {
     let listener = namespace.run(|| TcpListener::bind(addr)).unwrap();
     serve_on(

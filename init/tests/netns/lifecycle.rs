@@ -5,8 +5,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::{fs, io, thread};
 
 use crate::fixture::{
-    APP, BACKENDS, BIN, FLAGS, Family, Fixture, PROXY_UID, ROOT, can_run, dial, echo, eventually, expect, families,
-    fetch_answer, flags, open, success,
+    APP, BACKENDS, BIN, FLAGS, Family, Fixture, PROXY_UID, ROOT, assert_success, can_run, dial, echo, eventually,
+    expect, families, fetch_answer, flags, open,
 };
 
 #[test]
@@ -86,8 +86,8 @@ fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
                 ("-A PREROUTING ", "-j PROXY_INIT_REDIRECT"),
                 ("-A OUTPUT ", "-j PROXY_INIT_OUTPUT"),
             ] {
-                let is = |line: &&str| line.starts_with(jump.0) && line.contains(jump.1);
-                assert_eq!(saved.lines().filter(is).count(), count, "{case}, {tool}: {jump:?}");
+                let is_jump = |line: &&str| line.starts_with(jump.0) && line.contains(jump.1);
+                assert_eq!(saved.lines().filter(is_jump).count(), count, "{case}, {tool}: {jump:?}");
             }
         };
         let expect_redirects = || {
@@ -114,7 +114,7 @@ fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
         }
         expect_redirects();
         // `--clean` removes Linkerd's rules too.
-        success(&fixture.init(&["--clean"]));
+        assert_success(&fixture.init(&["--clean"]));
         assert!(
             !fixture.dump().contains("PROXY_INIT") && !fixture.dump().contains("l5d_init"),
             "{case}"
@@ -156,7 +156,7 @@ fn invalid_flags_are_refused_and_change_nothing() {
         "nft",
         &["--inbound-ports-to-ignore", "70000,80", "--lenient", "--simulate"],
     ));
-    success(&output);
+    assert_success(&output);
     assert!(String::from_utf8_lossy(&output.stdout).contains("elements = { 80 }"));
 }
 
@@ -186,14 +186,15 @@ fn a_rule_that_the_kernel_refuses_leaves_the_former_rules() {
     ] {
         fixture.apply(backend, &["--drop-invalid"]);
         let before = fixture.dump();
-        let refused = |refuses: &str| {
+        // Runs with a restore program that fails if its arguments match this shell pattern.
+        let error_with_broken_program = |broken_arguments: &str| {
             let programs = tempfile::tempdir().unwrap();
             let broken = programs
                 .path()
                 .join(format!("{}-restore", backend.replace("iptables", family)));
             // The kernel refuses a later rule: packets that arrive have no owner.
             let script = format!(
-                "#!/bin/sh\ncase \"$*\" in {refuses}) sed 's/^-[AI] PREROUTING/& -m owner --uid-owner 7/' | \
+                "#!/bin/sh\ncase \"$*\" in {broken_arguments}) sed 's/^-[AI] PREROUTING/& -m owner --uid-owner 7/' | \
                  PATH=${{PATH#*:}} $(basename $0) \"$@\";; *) PATH=${{PATH#*:}} exec $(basename $0) \"$@\";; esac\n"
             );
             fs::write(&broken, script).unwrap();
@@ -208,13 +209,13 @@ fn a_rule_that_the_kernel_refuses_leaves_the_former_rules() {
             assert_eq!(output.status.code(), Some(1), "{backend}, {family}");
             String::from_utf8_lossy(&output.stderr).into_owned()
         };
-        let stderr = refused("*--noflush*");
+        let stderr = error_with_broken_program("*--noflush*");
         assert!(
             stderr.contains("failed") && !stderr.contains("could not be put back"),
             "{stderr}"
         );
         assert_eq!(fixture.dump(), before, "{backend}, {family}");
-        let stderr = refused("*");
+        let stderr = error_with_broken_program("*");
         assert!(stderr.contains("could not be put back"), "{stderr}");
         fixture.apply(backend, &["--drop-invalid"]);
         assert_eq!(fixture.dump(), before, "{backend}, {family}");
@@ -292,7 +293,7 @@ fn cleaning_restores_the_previous_state_and_keeps_other_rules() {
             expect(&fixture.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
             expect(&fixture.pod, APP, (family.peer, 8080), "outbound", backend);
         }
-        success(&fixture.init(&["--clean=now"]));
+        assert_success(&fixture.init(&["--clean=now"]));
         assert_eq!(fixture.dump(), before, "{backend}");
         for family in families() {
             expect(&fixture.peer, ROOT, (family.pod[0], 8080), "app", backend);
@@ -364,7 +365,7 @@ fn draining_lets_open_connections_end() {
             }
             drop(streams);
             let output = cleaning.join().unwrap();
-            success(&output);
+            assert_success(&output);
             assert!(
                 !String::from_utf8_lossy(&output.stderr).contains("still open"),
                 "{output:?}"
@@ -379,7 +380,7 @@ fn draining_lets_open_connections_end() {
         let (mut kept, _) = open(&fixture.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
         echo(&mut kept, b"still here").unwrap();
         let output = fixture.init(&["--clean=drain", "--drain-timeout", "200ms"]);
-        success(&output);
+        assert_success(&output);
         assert!(
             String::from_utf8_lossy(&output.stderr).contains("1 connection was still open"),
             "{output:?}"
@@ -429,7 +430,7 @@ fn our_rules_take_precedence_over_foreign_ones_of_both_kernel_interfaces_with_a_
             add_redirects(flavour, &fixture);
         }
         let output = fixture.init(&flags(backend, &[]));
-        success(&output);
+        assert_success(&output);
         let stderr = String::from_utf8_lossy(&output.stderr);
         for chain in ["PREROUTING", "OUTPUT"] {
             for warning in [
@@ -518,16 +519,16 @@ fn processes_of_the_proxys_user_are_named() {
     eventually("it runs as the proxy's user", || {
         fs::read_to_string(&comm).unwrap() == "sleep\n"
     });
-    let warned = || fixture.report(&flags("nft", &[])).1["warnings"].to_string();
-    let (with, other) = (warned(), fixture.report(&flags("nft", &["-u", "2103"])).1);
+    let read_warnings = || fixture.report(&flags("nft", &[])).1["warnings"].to_string();
+    let (warnings, other_report) = (read_warnings(), fixture.report(&flags("nft", &["-u", "2103"])).1);
     application.kill().unwrap();
     application.wait().unwrap();
     assert!(
-        with.contains(&format!("the connections of sleep (pid {pid}) bypass")),
-        "{with}"
+        warnings.contains(&format!("the connections of sleep (pid {pid}) bypass")),
+        "{warnings}"
     );
-    assert_eq!(other["warnings"].to_string(), "[]");
-    assert_eq!(warned(), "[]");
+    assert_eq!(other_report["warnings"].to_string(), "[]");
+    assert_eq!(read_warnings(), "[]");
 }
 
 #[test]
@@ -544,7 +545,7 @@ fn concurrent_runs_leave_the_rules_of_one_run() {
                 let runs: Vec<_> = [&usual, &other, &usual, &other]
                     .map(|flags| scope.spawn(|| fixture.init(flags)))
                     .into();
-                runs.into_iter().for_each(|run| success(&run.join().unwrap()));
+                runs.into_iter().for_each(|run| assert_success(&run.join().unwrap()));
             });
             let codes = [&usual, &other].map(|flags| fixture.exit_code(&[flags.as_slice(), &["--check"]].concat()));
             assert!(matches!(codes, [0, 3] | [3, 0]), "{backend}: {codes:?}");
@@ -604,7 +605,7 @@ fn check_distinguishes_equal_different_and_absent_rules() {
             ));
             assert_eq!(fixture.exit_code(&check), 3, "{backend}");
         }
-        success(&fixture.init(&["--clean"]));
+        assert_success(&fixture.init(&["--clean"]));
     }
     // Without `--backend`, the backend that holds the rules is found.
     assert_eq!(fixture.exit_code(&check), 4);

@@ -17,8 +17,8 @@ use tokio::time::Instant;
 use tulle_core::netns::Namespace;
 
 use crate::fixture::{
-    APP, BACKENDS, BIN, Client, Fixture, ROOT, can_run, dial, echo, eventually, families, fetch_answer, flags, serve,
-    success,
+    APP, BACKENDS, BIN, Client, Fixture, ROOT, assert_success, can_run, dial, echo, eventually, families, fetch_answer,
+    flags, serve,
 };
 use crate::lifecycle::{linkerd_init_commands, open_connections};
 
@@ -225,7 +225,7 @@ fn draining_under_load_fails_no_connection() {
                 assert!(!cleaning.is_finished(), "{backend}: did not wait");
                 drop(std::mem::take(&mut streams));
                 let output = cleaning.join().unwrap();
-                success(&output);
+                assert_success(&output);
                 assert!(
                     !String::from_utf8_lossy(&output.stderr).contains("still open"),
                     "{output:?}"
@@ -312,7 +312,7 @@ fn assert_kills_leave_a_known_state(backend: &str, variants: [Vec<&str>; 2], kil
     // which takes less time.
     let known_states = [1, 0].map(|variant: usize| {
         let started = Instant::now();
-        success(&fixture.init(&variants[variant]));
+        assert_success(&fixture.init(&variants[variant]));
         run_time = started.elapsed();
         dumps()
     });
@@ -353,7 +353,7 @@ fn no_connection_bypasses_the_proxy_while_backends_are_switched() {
     fixture.start_proxy();
     serve(&fixture.pod, "app", "[::]:8080");
     serve(&fixture.peer, "peer", "[::]:8080");
-    success(&fixture.init(&flags("nft", &[])));
+    assert_success(&fixture.init(&flags("nft", &[])));
     assert_eq!(
         fetch_answer(&fixture.peer, ROOT, (families()[0].pod[0], 8080).into())
             .unwrap()

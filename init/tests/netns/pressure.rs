@@ -10,7 +10,7 @@ use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType
 use tokio::time::Instant;
 use tulle_core::netns::Namespace;
 
-use crate::fixture::{BACKENDS, FLAGS, Fixture, can_run, echo, families, flags, success};
+use crate::fixture::{BACKENDS, FLAGS, Fixture, assert_success, can_run, echo, families, flags};
 use crate::lifecycle::open_connections;
 
 /// The kernel drops packets of connections that it cannot track, so none bypasses the proxy. Rules can still be applied and
@@ -93,7 +93,7 @@ fn with_a_full_conntrack_table_no_connection_bypasses_the_proxy() {
         drop((streams, last));
         let started = Instant::now();
         let output = cleaning.join().unwrap();
-        success(&output);
+        assert_success(&output);
         println!("full: drained {:?} after the last connection", started.elapsed());
         assert!(
             !String::from_utf8_lossy(&output.stderr).contains("still open"),

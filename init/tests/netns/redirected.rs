@@ -7,7 +7,7 @@ use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, SockaddrStor
 use nix::unistd::{Gid, getgroups, setgroups};
 use std::os::fd::AsRawFd;
 
-use crate::fixture::{APP, BACKENDS, Client, Fixture, ROOT, can_run, expect, families, flags, serve, success};
+use crate::fixture::{APP, BACKENDS, Client, Fixture, ROOT, assert_success, can_run, expect, families, flags, serve};
 
 /// Both families, IPv4 clients of dual-stack listeners, ports without a listener, and ports that are skipped in the other
 /// direction.
@@ -188,8 +188,8 @@ fn a_thousand_ports_and_a_thousand_networks_are_skipped() {
         ["--outbound-subnets-to-ignore", &networks],
     ];
     for backend in BACKENDS {
-        // As a first run.
-        success(&fixture.init(&["--clean"]));
+        // Like a first run, without rules.
+        assert_success(&fixture.init(&["--clean"]));
         let millis = |more: &[&str]| {
             let (code, report) = fixture.report(&[&flags(backend, lists.as_flattened()), more].concat());
             assert_eq!(code, 0, "{report}");
@@ -235,15 +235,15 @@ fn the_inbound_port_can_be_dialled_directly() {
         return;
     }
     let fixture = Fixture::bare();
-    let accepted = serve(&fixture.pod, "inbound", "[::]:4143");
-    let elsewhere = serve(&fixture.pod, "outbound", "127.0.0.1:4140");
+    let n_inbound = serve(&fixture.pod, "inbound", "[::]:4143");
+    let n_outbound = serve(&fixture.pod, "outbound", "127.0.0.1:4140");
     for backend in BACKENDS {
         fixture.apply(backend, &[]);
         for family in families() {
-            let before = accepted.load(Ordering::Relaxed);
+            let before = n_inbound.load(Ordering::Relaxed);
             expect(&fixture.peer, ROOT, (family.pod[0], 4143), "inbound", backend);
-            assert_eq!(accepted.load(Ordering::Relaxed), before + 1, "{backend}");
+            assert_eq!(n_inbound.load(Ordering::Relaxed), before + 1, "{backend}");
         }
     }
-    assert_eq!(elsewhere.load(Ordering::Relaxed), 0);
+    assert_eq!(n_outbound.load(Ordering::Relaxed), 0);
 }

@@ -12,8 +12,8 @@ use socket2::{Domain, Socket, Type};
 use tulle_core::addr;
 
 use crate::fixture::{
-    APP, BACKENDS, Client, FLAGS, Fixture, ROOT, can_run, echo, eventually, expect, families, flags, open, serve,
-    success,
+    APP, BACKENDS, Client, FLAGS, Fixture, ROOT, assert_success, can_run, echo, eventually, expect, families, flags,
+    open, serve,
 };
 
 /// Also with strict reverse path filters, and with SYN cookies for every handshake.
@@ -173,7 +173,7 @@ fn routes_are_added_and_removed_with_the_rules() {
         }
         fixture.apply(backend, &TPROXY);
         assert_eq!((fixture.dump(), routes(&fixture)), applied, "{backend}");
-        success(&fixture.init(&["--clean"]));
+        assert_success(&fixture.init(&["--clean"]));
         assert_eq!((fixture.dump(), routes(&fixture)), bare, "{backend}");
         for family in families() {
             expect(&fixture.peer, ROOT, (family.pod[0], 8080), "app", backend);
@@ -300,7 +300,7 @@ fn transparent_proxy(fixture: &Fixture) -> Arc<AtomicUsize> {
         thread::spawn(move || {
             for client in listener.incoming().flatten() {
                 count.fetch_add(1, Ordering::Relaxed);
-                thread::spawn(move || join(&client));
+                thread::spawn(move || forward_to_application(&client));
             }
         });
         Ok(())
@@ -309,7 +309,7 @@ fn transparent_proxy(fixture: &Fixture) -> Arc<AtomicUsize> {
     n_proxied
 }
 
-fn join(client: &TcpStream) -> io::Result<()> {
+fn forward_to_application(client: &TcpStream) -> io::Result<()> {
     let (peer, dialled) = (
         addr::canonical(client.peer_addr()?),
         addr::canonical(client.local_addr()?),

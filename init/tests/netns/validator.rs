@@ -8,7 +8,7 @@ use std::thread;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::fixture::{BACKENDS, BIN, FLAGS, Fixture, can_run, eventually, success};
+use crate::fixture::{BACKENDS, BIN, FLAGS, Fixture, assert_success, can_run, eventually};
 
 const V4: [&str; 4] = ["validate", "--timeout=2s", "--connect-addr", "10.99.0.1:1404"];
 const V6: [&str; 6] = [
@@ -51,14 +51,14 @@ fn the_validator_succeeds_only_with_rules() {
     for backend in BACKENDS {
         fixture.apply(backend, &[]);
         for check in [&V4[..], &V6] {
-            success(&fixture.init(check));
+            assert_success(&fixture.init(check));
         }
     }
     // Under the name of Linkerd's program, it runs `validate`.
     let directory = tempfile::tempdir().unwrap();
     let link = directory.path().join("linkerd2-network-validator");
     std::os::unix::fs::symlink(BIN, &link).unwrap();
-    success(&fixture.pod.command(&link).args(&V4[1..]).output().unwrap());
+    assert_success(&fixture.pod.command(&link).args(&V4[1..]).output().unwrap());
 }
 
 #[test]
@@ -106,7 +106,7 @@ fn the_validator_reports_the_reason_of_a_failure() {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // It handles signals before it listens.
+        // The validator handles signals before it listens.
         eventually("the listener", || {
             fixture.sh("ss -ltn 'sport = :4140'").contains("4140")
         });
@@ -149,7 +149,7 @@ fn verification_covers_each_family_that_has_a_route() {
         (code, report["verified"].clone(), report["warnings"].to_string())
     };
     // A family that was not checked also causes a warning.
-    let skipped = |more: &[&str], family: &str, reason: &str| {
+    let expect_skipped = |more: &[&str], family: &str, reason: &str| {
         let (code, verified, warnings) = verify(more);
         let verdict = verified[family].as_str().unwrap();
         assert!(
@@ -187,14 +187,14 @@ fn verification_covers_each_family_that_has_a_route() {
             assert!(verdict.starts_with("not redirected: dialling "), "{backend}: {verdict}");
             fixture.sh(&format!("nft delete table {family} foreign"));
         }
-        skipped(&[&named[..], &["-u", "0"]].concat(), "ipv4", "runs as the proxy");
+        expect_skipped(&[&named[..], &["-u", "0"]].concat(), "ipv4", "runs as the proxy");
     }
     fixture.sh("ip -6 route del default");
-    skipped(&[], "ipv6", "no route");
+    expect_skipped(&[], "ipv6", "no route");
     assert_eq!(verify(&[]).1["ipv4"], "redirected");
 
     fixture.start_proxy();
     for backend in BACKENDS {
-        skipped(&["--backend", backend], "ipv4", "in use");
+        expect_skipped(&["--backend", backend], "ipv4", "in use");
     }
 }
