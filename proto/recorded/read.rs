@@ -15,7 +15,7 @@ pub(crate) struct Recorded {
 }
 
 impl Recorded {
-    /// The request in the form of the file.
+    /// The request, as the file writes it.
     pub(crate) fn request(&self) -> String {
         format!("{} {}", self.kind, self.target)
     }
@@ -25,7 +25,7 @@ impl Recorded {
 pub(crate) fn recorded(name: &str) -> Vec<Recorded> {
     let text = fs::read_to_string(path(&format!("{name}.txt"))).unwrap();
     let lines = text.lines().filter(|line| !line.starts_with('#'));
-    let all: Vec<_> = lines.map(line).collect();
+    let all: Vec<_> = lines.map(parse_line).collect();
     assert!(!all.is_empty(), "{name} has no recorded responses");
     all
 }
@@ -35,20 +35,20 @@ pub(crate) fn path(file: &str) -> String {
     format!("{}/../proto/recorded/{file}", env!("CARGO_MANIFEST_DIR"))
 }
 
-fn line(line: &str) -> Recorded {
+fn parse_line(line: &str) -> Recorded {
     let mut words = line.split(' ').map(str::to_owned);
     let (kind, target) = (words.next().unwrap(), words.next().unwrap());
     let (status, messages) = words.partition::<Vec<_>, _>(|word| word.starts_with(|first: char| first.is_uppercase()));
     Recorded {
         kind,
         target,
-        messages: messages.iter().map(|word| bytes(word)).collect(),
+        messages: messages.iter().map(|word| decode_hex(word)).collect(),
         status: status.into_iter().next(),
     }
 }
 
 /// Decodes hexadecimal digits; the word `empty` means no bytes.
-fn bytes(digits: &str) -> Vec<u8> {
+fn decode_hex(digits: &str) -> Vec<u8> {
     let pairs = digits.strip_prefix("empty").unwrap_or(digits).as_bytes().chunks(2);
     let byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap();
     pairs.map(byte).collect()

@@ -1,12 +1,12 @@
-//! What the messages of a stream of `Destination.Get` say together, for the tests that include this file.
+//! Combines the messages of a stream of `Destination.Get`, for the tests that include this file.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
 use tulle_proto::destination::{Update, WeightedAddr, update};
 
-/// The endpoints after all updates of a stream, each with the labels of its set, and whether the service exists, if a message says
-/// that there are no endpoints.
+/// Returns the endpoints after all updates of a stream, each with the labels of its set, and `exists` of the last `NoEndpoints`
+/// message, if there is one.
 ///
 /// Linkerd sends the endpoints of each cluster in a message of their own, and tulle all in one.
 pub(crate) fn endpoints_after(updates: Vec<Update>) -> (BTreeMap<String, WeightedAddr>, Option<bool>) {

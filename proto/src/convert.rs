@@ -25,15 +25,15 @@ pub enum ConvertError {
 
 /// Converts a duration to a message; longer durations become the longest that a message can carry.
 pub fn wire_duration(duration: Duration) -> prost_types::Duration {
-    let duration = duration.min(LONGEST);
+    let duration = duration.min(MAX_WIRE_DURATION);
     prost_types::Duration {
         seconds: i64::try_from(duration.as_secs()).expect("bounded above"),
-        nanos: i32::try_from(duration.subsec_nanos()).expect("less than a thousand million"),
+        nanos: i32::try_from(duration.subsec_nanos()).expect("less than 1,000,000,000"),
     }
 }
 
 /// Maximum of `google.protobuf.Duration`, about 10 000 years. It can be added to any time without overflow.
-const LONGEST: Duration = Duration::from_secs(315_576_000_000);
+const MAX_WIRE_DURATION: Duration = Duration::from_secs(315_576_000_000);
 
 /// Converts a duration from a message; durations beyond the maximum become the maximum.
 ///
@@ -42,7 +42,7 @@ const LONGEST: Duration = Duration::from_secs(315_576_000_000);
 pub fn std_duration(duration: &prost_types::Duration) -> Result<Duration, ConvertError> {
     let parts = (u64::try_from(duration.seconds), u32::try_from(duration.nanos));
     match parts {
-        (Ok(seconds), Ok(nanos @ ..1_000_000_000)) => Ok(Duration::new(seconds, nanos).min(LONGEST)),
+        (Ok(seconds), Ok(nanos @ ..1_000_000_000)) => Ok(Duration::new(seconds, nanos).min(MAX_WIRE_DURATION)),
         _ => Err(ConvertError::Duration {
             seconds: duration.seconds,
             nanos: duration.nanos,
@@ -149,7 +149,7 @@ mod tests {
         ) {
             for nanos in [nanos, plausible_nanos] {
                 if let Ok(duration) = std_duration(&prost_types::Duration { seconds, nanos }) {
-                    prop_assert!(duration <= LONGEST);
+                    prop_assert!(duration <= MAX_WIRE_DURATION);
                     prop_assert!(SystemTime::now().checked_add(duration).is_some());
                 }
             }
@@ -202,7 +202,10 @@ mod tests {
         }
         assert!(std_duration(&wire_duration(Duration::MAX)).is_ok());
         for (seconds, nanos) in [(i64::MAX, 0), (i64::MAX, 999_999_999), (315_576_000_000, 1)] {
-            assert_eq!(std_duration(&prost_types::Duration { seconds, nanos }), Ok(LONGEST));
+            assert_eq!(
+                std_duration(&prost_types::Duration { seconds, nanos }),
+                Ok(MAX_WIRE_DURATION)
+            );
         }
     }
 }
