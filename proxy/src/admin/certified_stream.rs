@@ -12,10 +12,10 @@ use crate::net::io::Io;
 use crate::tls::client_chains::ClientChain;
 
 /// Ends its input when a certificate of the client has expired, or the trust anchors no longer verify it. The server then closes the
-/// connection even during a response: it does not support half-closed connections, so to it the client has disconnected.
+/// connection even during a response: it does not support half-closed connections, so it takes the end of the input for a disconnect.
 pub(super) struct CertifiedStream {
     io: Io,
-    /// Completes when the certificates are no longer valid. `None` without a certificate, and after that.
+    /// Completes when the certificates are no longer valid. `None` without a certificate, and after it has completed.
     wait_invalid: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
     is_invalid: bool,
 }

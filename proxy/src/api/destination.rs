@@ -46,7 +46,7 @@ pub(crate) struct Destinations {
     shared: Arc<Shared>,
 }
 
-/// Common to all lookups.
+/// Settings of all lookups.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
     /// Text that identifies this workload to the control plane; it is sent unchanged.

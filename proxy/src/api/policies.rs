@@ -35,7 +35,7 @@ pub(crate) enum WatchMode {
     Poll(Duration),
 }
 
-/// Common to all lookups.
+/// Settings of all lookups.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
     /// Text that identifies this workload to the control plane; it is sent unchanged.

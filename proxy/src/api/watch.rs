@@ -157,7 +157,7 @@ where
     state_rx
 }
 
-/// The delays before the next stream, by the end of the last one.
+/// The delays before the next stream. How the last stream ended decides which of them applies.
 struct RetryDelays {
     after_failure: BackoffDelays,
     after_refusal: BackoffDelays,

@@ -1,4 +1,4 @@
-//! The environment of the process besides its configuration.
+//! What the proxy gets besides its configuration.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use crate::trace::Tracer;
 
 pub use crate::net::orig_dst::OrigDstLookup;
 
-/// The environment of the process besides its configuration.
+/// What the caller passes to the proxy besides its configuration.
 pub struct ProcessContext {
     pub log: Option<LogHandle>,
     /// Variables that the admin server may show.

@@ -189,11 +189,11 @@ impl App {
         let (runtime, admin) = (self.admin_runtime, self.admin);
         let run_admin = move || runtime.block_on(admin.run(certificate_latch, registry, metrics_retain_idle, shutdown));
         thread::Builder::new().name("admin".into()).spawn(run_admin)?;
-        let build = |_: &WorkerListeners| Builder::new_current_thread().enable_all().build();
+        let new_runtime = |_: &WorkerListeners| Builder::new_current_thread().enable_all().build();
         let runtimes: Vec<Runtime> = self
             .sockets
             .iter()
-            .map(build)
+            .map(new_runtime)
             .collect::<Result<_, _>>()
             .context("starting a worker")?;
         metrics::register_runtime_metrics(&self.registry, runtimes.iter().map(Runtime::metrics).collect());

@@ -194,8 +194,8 @@ impl<E: Candidate> Balancer<E> {
         picked
     }
 
-    /// Picks an endpoint for which `is_allowed` is true, if one can be picked now that [`Self::pick_responding`] accepts. Prefers
-    /// those that are not fallback endpoints. Does not end the fail-fast state.
+    /// Picks an endpoint for which `is_allowed` is true and which [`Self::pick_responding`] accepts; `None` if there is none now.
+    /// Prefers endpoints that are not fallback endpoints. Does not end the fail-fast state.
     pub(crate) fn pick_where(&self, now: Instant, is_allowed: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
         match &**self.discovery_state.load() {
             DiscoveryState::Endpoints(endpoints) => {
@@ -315,7 +315,7 @@ impl<E: Candidate> Balancer<E> {
                     .map(|step| start.wrapping_add(step) % endpoints.len())
                     .find(|index| can_be_picked(&endpoints[*index]));
                 if found.is_none() {
-                    // Otherwise a request that is then sent to a fallback endpoint would skip one of them.
+                    // The request may choose among the fallback endpoints next. If it counted twice, one of them would be skipped.
                     self.round_robin_next.fetch_sub(1, Ordering::Relaxed);
                 }
                 found
@@ -360,8 +360,8 @@ impl<E: Candidate> Balancer<E> {
     }
 }
 
-/// Whether the endpoint may get a request. An endpoint that is late to respond is checked once, and gets requests until the
-/// answer to the check is late too. If it cannot be checked, it gets only trial requests, when they are due.
+/// Whether the endpoint may get a request. Starts one check of an endpoint that is late to respond; the endpoint then gets requests
+/// until the answer to the check is late too. An endpoint that cannot be checked gets only trial requests, when they are due.
 fn may_get_request(endpoint: &impl Candidate, now: Instant) -> bool {
     let load = endpoint.load();
     let Some(late) = load.late_response(now) else {

@@ -38,7 +38,7 @@ pub(crate) struct EndpointList<E> {
 impl<E> EndpointList<E> {
     /// The preferred endpoints, and the fallback endpoints ([`EndpointSpec::is_fallback`]).
     ///
-    /// As slices of their own, because picks from a list of which most endpoints are excluded search all of it.
+    /// They are separate slices, because a pick from one list in which most endpoints are excluded would search the whole list.
     pub(super) fn by_preference(&self) -> (&[Arc<E>], &[Arc<E>]) {
         self.endpoints.split_at(self.n_preferred)
     }

@@ -225,16 +225,17 @@ fn inbound(env: &mut Env<'_>) -> Inbound {
 /// listen refuses immediately.
 const MIN_INBOUND_CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// The defaults that differ between the directions.
+/// The defaults and the variable name that differ between the directions.
 struct DirectionDefaults {
     connect_timeout: Duration,
     backoff_max: Duration,
     discovery_idle_timeout: Duration,
+    /// The variable for the maximum number of idle HTTP/1 connections. Its inbound name has no direction.
     max_idle_name: &'static str,
 }
 
-fn direction(env: &mut Env<'_>, dir: &str, defaults: &DirectionDefaults) -> DirectionSettings {
-    let name = |rest: &str| format!("{dir}_{rest}");
+fn direction(env: &mut Env<'_>, prefix: &str, defaults: &DirectionDefaults) -> DirectionSettings {
+    let name = |rest: &str| format!("{prefix}_{rest}");
     let windows = windows(env);
     DirectionSettings {
         accept: Accept {
@@ -258,7 +259,7 @@ fn direction(env: &mut Env<'_>, dir: &str, defaults: &DirectionDefaults) -> Dire
             ),
         },
         resend_policy: env.value_or(
-            &format!("{TULLE_PREFIX}{dir}_RESEND"),
+            &format!("{TULLE_PREFIX}{prefix}_RESEND"),
             values::resend,
             ResendPolicy::IdempotentMethods,
         ),

@@ -284,8 +284,8 @@ impl http_body::Body for Body {
                     }
                 }
                 // A receiver may stop polling when `is_end_stream` is true, so the end is reported with the last frame.
-                let has_observer = this.observer.is_some() || this.slot.is_some();
-                if has_observer && http_body::Body::is_end_stream(this) {
+                let must_report_end = this.observer.is_some() || this.slot.is_some();
+                if must_report_end && http_body::Body::is_end_stream(this) {
                     this.report_end(Ok(()));
                 }
             }

@@ -179,9 +179,9 @@ impl EndpointClient {
         None
     }
 
-    /// Whether another HTTP/2 connection can be dialled when no stream is free: not if the limit of connections is reached, the
-    /// settings of one are unknown, or one has no open stream. As that one has no free stream either, its peer permits none, and
-    /// another connection would not help.
+    /// Whether another HTTP/2 connection can be dialled when no stream is free. It cannot if the limit of connections is reached, or
+    /// if the settings of a connection are still unknown. It also cannot if a connection has no open stream: the peer then permits no
+    /// stream at all, so another connection would not help.
     fn can_add_http2_connection(&self) -> bool {
         let connections = self.http2.lock();
         connections.len() < MAX_HTTP2_CONNECTIONS
@@ -252,8 +252,8 @@ impl EndpointClient {
         *self.dial_started_at.lock()
     }
 
-    /// Reserves a stream on a shared HTTP/2 connection. Dials one if no stream is free; if none can be added, waits for a free
-    /// stream.
+    /// Reserves a stream on a shared HTTP/2 connection. If no stream is free, dials a connection, or waits for a free stream if no
+    /// connection can be added.
     async fn reserve_shared_stream(&self) -> Result<ConnectOutcome, Error> {
         let started_at = Instant::now();
         loop {
@@ -270,7 +270,8 @@ impl EndpointClient {
         }
     }
 
-    /// Reserves a stream on a shared HTTP/2 connection. Dials one if no stream is free; `None` if none can be added.
+    /// Reserves a stream on a shared HTTP/2 connection. If no stream is free, dials a connection, or returns `None` if no connection
+    /// can be added.
     async fn try_reserve_shared_stream(&self) -> Result<Option<ConnectOutcome>, Error> {
         let n_failed_before = self.failed_dials.lock().count;
         let _dial_guard = self.dial_lock.lock().await;

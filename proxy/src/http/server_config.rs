@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use crate::http::h2::Http2Config;
 
-/// Settings of an HTTP server.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ServerConfig {
     pub(crate) limits: HttpLimits,

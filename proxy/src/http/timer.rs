@@ -12,7 +12,6 @@ use tokio::{
     time::{Instant, Sleep, sleep_until},
 };
 
-/// A timer that is set often and rarely fires.
 #[derive(Default)]
 pub(super) struct ResettableTimer {
     at: Option<Instant>,

@@ -109,10 +109,10 @@ pub(crate) async fn dial_from(
     }
 }
 
-/// Repeats a dial that is refused, for [`REFUSED_DIAL_TIMEOUT`], on behalf of a client whose connection is established already.
+/// Dials for a client whose connection to this proxy is already established. Repeats a refused dial for [`REFUSED_DIAL_TIMEOUT`].
 ///
-/// Clients that wait for a server to listen, such as a follower of ZooKeeper for its new leader, repeat a refused connection, but
-/// regard one that is reset as the end of the server.
+/// Some clients wait for a server to listen, such as a ZooKeeper follower for its new leader. They connect again if a connection is
+/// refused. But if an established connection is reset, they assume that the server has ended.
 ///
 /// # Errors
 /// The error of the last dial.
@@ -155,7 +155,7 @@ pub(crate) fn apply_options<'a>(socket: impl Into<SockRef<'a>>, options: SocketO
     }
 }
 
-/// Short enough that clients learn within a second that nobody listens.
+/// Maximum time for which a refused dial is repeated: clients learn within a second that no server listens.
 const REFUSED_DIAL_TIMEOUT: Duration = Duration::from_millis(500);
 const REFUSED_DIAL_INTERVAL: Duration = Duration::from_millis(50);
 /// The range that the kernel accepts for `TCP_KEEPIDLE`; values outside it are clamped.

@@ -215,7 +215,7 @@ impl Io {
         }
     }
 
-    /// Sets when the connection gets no further request.
+    /// Sets the time from which the connection gets no further request.
     pub(crate) fn retire(mut self, retirement: Retirement) -> Self {
         self.retirement = Some(Box::new(retirement));
         self

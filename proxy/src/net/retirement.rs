@@ -1,4 +1,4 @@
-//! When a dialled connection gets no further request.
+//! The time from which a dialled connection gets no further request.
 
 use std::{
     sync::{Arc, OnceLock},
@@ -10,7 +10,7 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// When a connection gets no further request. Requests in progress are not affected.
+/// The time from which a connection gets no further request. Requests in progress are not affected.
 #[derive(Debug)]
 pub(crate) struct Retirement {
     pub(crate) at: Instant,

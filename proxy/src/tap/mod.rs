@@ -97,8 +97,8 @@ pub(crate) struct TapParams {
 }
 
 impl TapRegistry {
-    /// The taps that sample the current request; usually none. Building events costs much more, so it is done only for sampled
-    /// requests.
+    /// The taps that sample the current request; usually none. Events are built only for sampled requests, because that costs much
+    /// more than sampling.
     pub(crate) fn sample(&self) -> Option<SamplingTaps> {
         match self.max_sample_threshold.load(Ordering::Relaxed) {
             0 => None,

@@ -12,7 +12,6 @@ use tulle_proto::tap::tap_event::{EndpointMeta, ProxyDirection, RouteMeta};
 
 use crate::http::body::Body;
 
-/// The properties of one request.
 pub(crate) struct RequestInfo<'a> {
     pub(crate) direction: ProxyDirection,
     pub(crate) source: SocketAddr,

@@ -5,7 +5,7 @@ use super::*;
 use crate::env::tests::required;
 use crate::env::{Config, load};
 
-/// Settings that read further variables.
+/// Settings with which the proxy reads further variables.
 const SCENARIOS: [&[(&str, &str)]; 3] = [
     &[],
     &[

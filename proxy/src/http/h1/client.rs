@@ -51,8 +51,8 @@ pub(crate) struct FailedExchange {
     pub(crate) request: Option<ResendableRequest>,
 }
 
-/// A request that is not written to its connection yet.
-struct UnsentRequest {
+/// A request that is ready to be written from its first byte.
+struct EncodedRequest {
     message: encode::OutgoingMessage<Body>,
     method: Method,
     interims: Option<SharedInterimSink>,
@@ -60,7 +60,8 @@ struct UnsentRequest {
 
 /// A request that can be resent: it was written in one short write, or not at all.
 pub(crate) struct ResendableRequest {
-    unsent: UnsentRequest,
+    /// The whole request, even if it was written.
+    encoded: EncodedRequest,
     pub(crate) target: ResendTarget,
     /// The connection, if the server closed it with FIN. A reset may follow.
     closed_io: Option<Box<Io>>,
@@ -131,7 +132,7 @@ impl ClientConnection {
         let message = encode::encode_request(std::mem::take(req));
         // Before anything is written, only an empty body counts as encoded.
         let has_no_body = message.is_body_encoded();
-        let request = UnsentRequest {
+        let request = EncodedRequest {
             message,
             method,
             interims,
@@ -146,17 +147,17 @@ impl ClientConnection {
         addr: SocketAddr,
         pool: Option<Arc<ConnectionPool>>,
     ) -> Exchange {
-        self.exchange(request.unsent, false, addr, pool)
+        self.exchange(request.encoded, false, addr, pool)
     }
 
     fn exchange(
         self,
-        request: UnsentRequest,
+        request: EncodedRequest,
         can_resend_after_idle_close: bool,
         addr: SocketAddr,
         pool: Option<Arc<ConnectionPool>>,
     ) -> Exchange {
-        let UnsentRequest {
+        let EncodedRequest {
             message,
             method,
             interims,
@@ -270,8 +271,8 @@ impl Exchange {
     /// write or not at all, because no other request is kept.
     ///
     /// In the cases 4 and 5, only [`Error::resendable`] tells that the request may be resent: the caller of
-    /// `EndpointClient::send` has a copy of the request and sends that to another endpoint. So it does in case 3 if the
-    /// connection was idle before, whether or not the port is closed.
+    /// `EndpointClient::send` has a copy of the request and sends that to another endpoint. In case 3, the caller does the same if
+    /// the connection was idle before, whether or not the port is closed.
     ///
     /// Only the kernel of this host knows whether a local application has read the request: it answers data that cannot be
     /// read any more with a reset. A reset alone is no proof, because an application can also cause one after it has read
@@ -314,7 +315,7 @@ impl Exchange {
                 may_be_processed: !matches!(delivery, Delivery::NotWritten | Delivery::DiscardedUnread),
             },
             request: target.zip(message).map(|(target, message)| ResendableRequest {
-                unsent: UnsentRequest {
+                encoded: EncodedRequest {
                     message,
                     method: self.method,
                     interims: self.interims,

@@ -480,8 +480,8 @@ impl<B: SendableBody> OutgoingMessage<B> {
         if !self.has_begun {
             return Some(self);
         }
-        let piece = std::mem::take(&mut self.resend_copy);
-        (!piece.is_empty()).then(|| new_message(piece, empty))
+        let copy = std::mem::take(&mut self.resend_copy);
+        (!copy.is_empty()).then(|| new_message(copy, empty))
     }
 
     /// Whether the whole message is written.

@@ -200,7 +200,7 @@ fn parse_trailers(read_buffer: &mut Bytes) -> Result<Option<HeaderMap>, &'static
     }
 }
 
-/// Whether the bytes after the first `seen` ones complete an empty line. Otherwise a head that was incomplete before is still
+/// Whether the bytes after the first `seen` bytes complete an empty line. If they do not, a head that was incomplete before is still
 /// incomplete.
 pub(crate) fn has_new_empty_line(bytes: &[u8], seen: usize) -> bool {
     let new = &bytes[seen.saturating_sub(3)..];

@@ -14,7 +14,7 @@ use tokio::io::{AsyncRead, AsyncReadExt as _};
 /// Maximum size of one read. With the overhead of an HTTP/2 frame, four TLS records and the TCP headers, this fits into one
 /// packet of 64 KiB.
 pub(super) const READ_BUFFER_BYTES: usize = 60 * 1024;
-/// The result of a read of at least this size takes the buffer. Shorter results are copied.
+/// The bytes of a read of at least this size keep the memory of the thread's buffer. Fewer bytes are copied.
 const MIN_ZERO_COPY_BYTES: usize = 8 * 1024;
 
 thread_local! {

@@ -20,7 +20,6 @@ use crate::http::{
     },
 };
 
-/// A request body that reads from the connection when it is polled.
 pub(crate) struct RequestBody {
     pub(super) connection: SharedServerConnection,
     pub(super) framing: Framing,

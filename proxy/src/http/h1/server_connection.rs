@@ -26,7 +26,6 @@ use crate::{
     net::io::Io,
 };
 
-/// A connection, shared by the server and the body of the current request.
 pub(super) struct ServerConnection {
     pub(super) io: Io,
     /// Bytes read but not parsed yet.
@@ -130,7 +129,7 @@ impl ServerConnection {
         }
     }
 
-    /// Decides at the final response whether a request body is still read if its client waits for `100 Continue`.
+    /// Ends the wait for `100 Continue` when the final response arrives, and decides whether the request body is still read.
     pub(super) fn stop_awaiting_continue(&mut self, status: StatusCode) {
         if self.request_state == RequestBodyState::AwaitingContinue {
             // After a successful response, the application may still read the body, which the client may send without `100

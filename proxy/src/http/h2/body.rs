@@ -16,7 +16,6 @@ use tokio::{sync::oneshot, time::Instant};
 
 use crate::http::{error::Error, h2::flow_control::StreamToken, headers, timer::ResettableTimer};
 
-/// A body that is received on an HTTP/2 stream.
 pub(crate) struct StreamBody {
     stream: RecvStream,
     origin: BodyOrigin,

@@ -56,7 +56,7 @@ impl IdleTracker {
     }
 }
 
-/// Interval of the activity checks, which also end tasks that are not needed. The interval is shorter if a timeout is shorter.
+/// Interval of the activity checks, unless a timeout is shorter. Each check also ends request tasks that are not needed.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
 #[cfg(test)]

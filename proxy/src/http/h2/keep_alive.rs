@@ -115,7 +115,8 @@ impl Pinger {
 
 /// Polls `connection` until it ends or the peer does not answer a ping.
 ///
-/// The pings have a task of their own: polled with each frame, their timers took 1.8 % of the instructions of a request.
+/// The pings have a task of their own. In the task of the connection, each frame would poll their timers, which costs 1.8 % of the
+/// instructions of a request.
 pub(super) async fn until_ping_timeout<T>(
     connection: impl Future<Output = T>,
     pinger: Option<Pinger>,

@@ -67,7 +67,7 @@ impl UpgradedStream {
         }
     }
 
-    /// Sends the part of `buf` for which the peer has window.
+    /// Sends as much of `buf` as the peer's flow-control window permits.
     fn poll_send(&mut self, cx: &mut Context<'_>, buf: &[u8]) -> Poll<Result<usize, h2::Error>> {
         self.send.reserve_capacity(buf.len());
         let mut room = self.send.capacity();

@@ -364,7 +364,8 @@ impl ReceivedBody for DeadlineBody {
     }
 }
 
-/// Returns `first` and the rest of the body as one body, if the rest has already been received.
+/// Returns `first` and the rest of the body as one body, if the rest has already been received. Otherwise returns `None`, and the
+/// frames read until then are lost.
 fn take_rest_if_received(body: &mut Body, first: Option<Frame<Bytes>>, cx: &mut Context<'_>) -> Option<Body> {
     let (mut kept, mut n_bytes, mut trailers) = (VecDeque::new(), 0, None);
     let mut next = first;

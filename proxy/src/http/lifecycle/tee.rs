@@ -224,6 +224,7 @@ impl PendingCopy {
         must_yield
     }
 
+    /// Wakes the receiver, and also the monitor if the copy has failed.
     fn wake_receiver(&mut self) {
         if let Some(waker) = self.receiver_waker.take() {
             waker.wake();

@@ -2,8 +2,7 @@
 
 use crate::http::upgrade::{interim::SharedInterimSink, tunnel::ClientTunnel};
 
-/// Channels to the client of a request, in addition to the response: the tunnel of an upgrade, and interim responses. The
-/// request body carries them until a service takes them.
+/// The tunnel of an upgrade, and the sink for interim responses. The request body carries them until a service takes them.
 #[derive(Default)]
 pub(crate) struct ReplyChannels {
     /// Only for an upgrade request: the client's side of the tunnel.

@@ -29,7 +29,7 @@ pub(crate) enum TunnelSide {
 pub(crate) struct ClientTunnel {
     /// Receives the client's connection or stream when the HTTP server of this proxy has sent the upgrade response.
     side_rx: oneshot::Receiver<TunnelSide>,
-    /// The tunnel is closed when this is ready. It is dropped at the end of the tunnel, or with a request that is not accepted.
+    /// Ready when the tunnel must be closed. This future is dropped at the end of the tunnel, or with a request that is not accepted.
     denied: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
