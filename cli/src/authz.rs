@@ -1,6 +1,6 @@
 //! `tulle authz`: the names of the authorizations that apply to the ports and routes of a workload.
 //!
-//! They are computed from the objects by the code with which the policy service computes its response to a proxy.
+//! The command reads the objects of the cluster, and runs the policy service's code on them.
 
 use std::collections::BTreeSet;
 use std::process::ExitCode;
@@ -41,14 +41,14 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
-    let named = ResourceRef::parse(&args.resource)?;
+    let resource = ResourceRef::parse(&args.resource)?;
     runtime()?.block_on(async {
         let cluster = flags.connect().await?;
-        let namespace = match (&named.kind, &named.name) {
+        let namespace = match (&resource.kind, &resource.name) {
             (ResourceKind::Namespace, Some(name)) => name,
             _ => args.namespace.as_ref().unwrap_or(&cluster.namespace),
         };
-        let pods = named.pods(&cluster, namespace).await?;
+        let pods = resource.pods(&cluster, namespace).await?;
         ensure!(
             !pods.is_empty(),
             "{} of namespace {namespace} has no pods",
@@ -170,9 +170,9 @@ fn authorization_rows(
     for (name, ports) in workloads {
         for port in ports {
             let workload = WorkloadId::Pod(name.clone());
-            let answer = state.inbound(Key { workload, port }).current();
-            if let Some(server) = &**answer {
-                rows.extend(server_rows(server));
+            let policy = state.inbound(Key { workload, port }).current();
+            if let Some(policy) = &**policy {
+                rows.extend(policy_rows(policy));
             }
         }
     }
@@ -180,8 +180,7 @@ fn authorization_rows(
 }
 
 /// The ports for which rows are shown: the ports that the pod declares, the port numbers of all Servers of the namespace, and one
-/// of the ports that require an identity. If there is none of these, the result is port 65535, as an example of a port without a
-/// Server.
+/// more port that requires an identity. If there are none, port 65535 is the example of a port without a Server.
 fn ports_to_show(pod: &Pod, server_ports: &[PortRef]) -> BTreeSet<u16> {
     let numbers = server_ports.iter().filter_map(|port| match port {
         PortRef::Number(number) => Some(*number),
@@ -189,7 +188,7 @@ fn ports_to_show(pod: &Pod, server_ports: &[PortRef]) -> BTreeSet<u16> {
     });
     let mut ports: BTreeSet<u16> = pod.ports.iter().map(|port| port.port).chain(numbers).collect();
     if let Some(list) = pod.meta.annotation(annotation::REQUIRE_IDENTITY_INBOUND_PORTS) {
-        // One of these ports is enough: those that no Server selects all have the same authorizations.
+        // One more port is enough: all ports that no Server selects and that require an identity have the same authorizations.
         let listed = resolve_declared(&PortList::parse(list), &pod.ports).to_set();
         let other = listed.ranges().flatten().find(|port| !ports.contains(port));
         ports.extend(other);
@@ -200,23 +199,23 @@ fn ports_to_show(pod: &Pod, server_ports: &[PortRef]) -> BTreeSet<u16> {
     ports
 }
 
-fn server_rows(server: &InboundPolicy) -> Vec<[String; 4]> {
-    let name = match &server.reference {
-        ServerReference::Default(policy) => format!("default:{policy}"),
+fn policy_rows(policy: &InboundPolicy) -> Vec<[String; 4]> {
+    let server = match &policy.reference {
+        ServerReference::Default(name) => format!("default:{name}"),
         ServerReference::Server(name) => name.to_string(),
     };
-    let mut rows: Vec<_> = server
+    let mut rows: Vec<_> = policy
         .authorizations
         .iter()
-        .map(|authorization| row("*", &name, authorization))
+        .map(|authorization| row("*", &server, authorization))
         .collect();
-    match &server.routes {
-        Routes::Http(routes) => rows.extend(routes.iter().flat_map(|route| route_rows(route, &name))),
-        Routes::Grpc(routes) => rows.extend(routes.iter().flat_map(|route| route_rows(route, &name))),
+    match &policy.routes {
+        Routes::Http(routes) => rows.extend(routes.iter().flat_map(|route| route_rows(route, &server))),
+        Routes::Grpc(routes) => rows.extend(routes.iter().flat_map(|route| route_rows(route, &server))),
         Routes::Opaque => {}
     }
     if rows.is_empty() {
-        rows.push(["*".to_owned(), name, NO_CLIENT.to_owned(), String::new()]);
+        rows.push(["*".to_owned(), server, NO_CLIENT.to_owned(), String::new()]);
     }
     rows
 }

@@ -233,7 +233,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_default_trust_domain_is_that_of_the_cluster() {
+    fn the_default_trust_domain_is_the_cluster_domain() {
         let domain = |values: Value| trust_domain(&values);
         assert_eq!(
             domain(serde_json::json!({ "identityTrustDomain": "", "clusterDomain": "c.example" })),

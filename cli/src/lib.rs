@@ -1,6 +1,6 @@
 //! The `tulle` command: credentials, diagnostics, clusters, and the demo.
 
-#![allow(clippy::print_stdout, clippy::print_stderr)] // this is what a command does
+#![allow(clippy::print_stdout, clippy::print_stderr)] // a command prints its output
 
 pub mod app;
 mod authz;

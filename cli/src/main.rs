@@ -1,5 +1,5 @@
 //! `tulle`: runs and inspects a tulle service mesh.
-#![allow(clippy::print_stderr)] // this is what a command does
+#![allow(clippy::print_stderr)] // a command prints its errors
 
 use std::process::ExitCode;
 

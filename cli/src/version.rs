@@ -86,7 +86,7 @@ async fn print_proxies(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result
 fn proxy_versions(pods: &[Pod]) -> BTreeMap<&str, usize> {
     let mut versions = BTreeMap::new();
     for pod in pods {
-        // Pods of a control plane are not counted. Those of Linkerd's control plane have proxies.
+        // Pods of a control plane are not counted, although those of Linkerd's control plane have proxies.
         if let Some(version) = pod.annotations().get(annotation::PROXY_VERSION)
             && !pod.labels().contains_key(label::CONTROL_PLANE_COMPONENT)
         {

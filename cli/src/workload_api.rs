@@ -251,8 +251,8 @@ impl Drop for Socket {
     }
 }
 
-/// Authorized users and the connection limit of each. Every local user can connect to the socket; the limits prevent that one user
-/// exhausts the file descriptors of this process.
+/// Authorized users and the connection limit of each. Every local user can connect to the socket; the limits prevent one user
+/// from exhausting the file descriptors of this process.
 struct ConnectionLimits {
     authorized: Vec<(u32, Arc<Semaphore>)>,
     /// Permits for the connections of all other users together. Their requests get an error.

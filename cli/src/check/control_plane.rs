@@ -235,10 +235,10 @@ fn replica_sets_are_ready(snapshot: &Snapshot) -> CheckResult {
     if unready.is_empty() {
         return Ok(());
     }
-    Err(error(listing("not ready:", &unready), describe_pods_fix(snapshot)))
+    Err(error(listing("not ready:", &unready), not_ready_fix(snapshot)))
 }
 
-fn describe_pods_fix(snapshot: &Snapshot) -> String {
+fn not_ready_fix(snapshot: &Snapshot) -> String {
     format!(
         "kubectl describe deployments,pods -n {} shows why",
         snapshot.scope.control_plane_namespace
@@ -295,10 +295,10 @@ fn pods_are_ready(snapshot: &Snapshot) -> CheckResult {
     if unready.is_empty() {
         return Ok(());
     }
-    Err(error(listing("not ready:", &unready), describe_pods_fix(snapshot)))
+    Err(error(listing("not ready:", &unready), not_ready_fix(snapshot)))
 }
 
-/// The reason why a pod is not ready. `None` if it is ready or ending.
+/// The reason why a pod is not ready. `None` if it is ready, has succeeded, or is being deleted.
 ///
 /// If a container cannot start, its state is the reason, because it is more specific than the pod's conditions.
 fn not_ready_reason(pod: &Pod) -> Option<String> {

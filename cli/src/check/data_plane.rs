@@ -381,8 +381,8 @@ fn annotations(snapshot: &Snapshot) -> CheckResult {
     ))
 }
 
-/// A member of a Redis Cluster takes the addresses of its peers from their connections. In the inbound mode `redirect`, these have
-/// the address of its own pod.
+/// A member of a Redis Cluster learns the addresses of its peers from their connections. In the inbound mode `redirect`, the source
+/// of these connections is the address of the member's own pod.
 fn redis_clusters(snapshot: &Snapshot) -> CheckResult {
     let mut pods = meshed_pods(snapshot)?;
     pods.retain(|pod| is_redis_cluster_member(pod) && !preserves_client_addresses(pod));
@@ -398,8 +398,7 @@ fn redis_clusters(snapshot: &Snapshot) -> CheckResult {
     ))
 }
 
-/// Whether a container is a Redis server in the cluster mode that does not announce an address of its own. Settings in configuration
-/// files are not known.
+/// Whether a container is a Redis server in cluster mode that announces no address. Settings in configuration files are not known.
 fn is_redis_cluster_member(pod: &Pod) -> bool {
     let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
     containers.into_iter().any(|container| {
@@ -412,7 +411,7 @@ fn is_redis_cluster_member(pod: &Pod) -> bool {
     })
 }
 
-/// Whether the inbound mode of the pod is `tproxy`, for which the proxy has a capability.
+/// Whether the inbound mode of the pod is `tproxy`. Only in this mode does the proxy have the capability `NET_RAW`.
 fn preserves_client_addresses(pod: &Pod) -> bool {
     let Some(spec) = &pod.spec else { return false };
     let mut containers = spec.containers.iter().chain(spec.init_containers.iter().flatten());
@@ -436,7 +435,8 @@ fn service_name(service: &Service) -> String {
     format!("{}/{}", service.namespace().unwrap_or_default(), service.name_any())
 }
 
-/// The client's proxy reads the Service's annotation and the server's proxy the pod's, so both must list the same opaque ports.
+/// The client's proxy reads the annotation of the Service, and the server's proxy reads that of the pod, so both must list the same
+/// opaque ports.
 fn opaque_ports_agree(snapshot: &Snapshot) -> CheckResult {
     let pods = meshed_pods(snapshot)?;
     let default = snapshot.injector_values()?.proxy.opaque_ports;

@@ -23,7 +23,7 @@ use crate::certificates::Certificate;
 use crate::kubernetes::{Cluster, forward, reason, resource};
 use crate::{identity, kubernetes};
 
-/// Lists the objects that the checks of any mode need, and reads what else those of this mode need: permissions, certificates and
+/// Lists the objects that the checks need in any mode. Also reads what they need only in this mode: permissions, certificates and
 /// the injection audit.
 pub(super) async fn take_snapshot(cluster: Result<&Cluster, &str>, scope: &Scope) -> Snapshot {
     let mut snapshot = Snapshot::empty(scope.clone(), system_time());
@@ -105,8 +105,8 @@ fn replace_pods(pods: &mut ListResult<Pod>, namespace: &str, listed: ListResult<
     }
 }
 
-/// Reads the state that is not listed: the permissions of the user, certificates, and the injection audit, as the mode needs them.
-/// Reads the time of the API server last.
+/// Reads what the checks of this mode need besides listed objects: the permissions of the user, certificates, and the injection
+/// audit. Then reads the time of the API server.
 async fn fetch_permissions_certificates_and_audit(cluster: &Cluster, snapshot: &mut Snapshot) {
     match snapshot.scope.mode {
         Mode::Pre => snapshot.permissions = check_permissions(cluster).await,

@@ -162,7 +162,7 @@ async fn run_categories(
 /// Waits until the checks of the API server and of the control plane's objects and pods succeed.
 ///
 /// # Errors
-/// Fails with each failed check and its fix: after `wait` if one of them can succeed later, otherwise at once.
+/// Fails with each failed check and its fix: after `wait` if a failed check can succeed later, otherwise at once.
 pub(crate) async fn wait_for_control_plane(cluster: &Cluster, wait: Duration) -> anyhow::Result<()> {
     let deadline = Instant::now() + wait;
     let scope = default_scope(cluster, Mode::ControlPlane);
@@ -238,7 +238,7 @@ struct CategoryRun {
     report: CategoryReport,
     /// The description of the first failed check that can succeed later.
     first_retryable_failure: Option<&'static str>,
-    /// Whether a check failed on which all later checks depend.
+    /// Whether a fatal check failed. All later checks depend on it.
     has_fatal_failure: bool,
 }
 
@@ -325,6 +325,6 @@ The proxies of a namespace, with the control plane:
 
   tulle check --proxy -n shop
 
-For a script: exit code 1 if a check fails (× in the table), and print only problems and the conclusion:
+For a script: prints only problems and the conclusion. The exit code is 1 if a check fails (× in the table):
 
   tulle check -o short --wait 0";

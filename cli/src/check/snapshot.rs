@@ -132,9 +132,9 @@ impl Snapshot {
 
     /// The values that the control plane was installed with, read from its ConfigMap.
     pub(super) fn values(&self) -> Result<Value, Problem> {
-        serde_yaml_ng::from_str(self.values_text()?).map_err(|problem| {
+        serde_yaml_ng::from_str(self.values_text()?).map_err(|parse_error| {
             error(
-                format!("the values in ConfigMap {CONFIG_MAP} are not YAML: {problem}"),
+                format!("the values in ConfigMap {CONFIG_MAP} are not YAML: {parse_error}"),
                 self.scope.upgrade_command(),
             )
         })
@@ -142,12 +142,12 @@ impl Snapshot {
 
     /// The same values, parsed by the injector's code.
     pub(super) fn injector_values(&self) -> Result<injection::values::Values, Problem> {
-        injection::values::Values::from_yaml(self.values_text()?).map_err(|problem| {
-            let cause = std::error::Error::source(&problem)
+        injection::values::Values::from_yaml(self.values_text()?).map_err(|parse_error| {
+            let cause = std::error::Error::source(&parse_error)
                 .map(|cause| format!(": {cause}"))
                 .unwrap_or_default();
             error(
-                format!("the values in ConfigMap {CONFIG_MAP} cannot be used: {problem}{cause}"),
+                format!("the values in ConfigMap {CONFIG_MAP} cannot be used: {parse_error}{cause}"),
                 self.scope.upgrade_command(),
             )
         })
@@ -181,7 +181,7 @@ impl Snapshot {
     }
 
     /// The trust anchors of the mesh.
-    pub(super) fn anchors(&self) -> Result<Vec<Certificate>, Problem> {
+    pub(super) fn trust_anchors(&self) -> Result<Vec<Certificate>, Problem> {
         let map = self.config_map(TRUST_ROOTS_CONFIG_MAP)?;
         let Some(pem) = map.and_then(|map| map.data.as_ref()?.get("ca-bundle.crt")) else {
             return Err(error(
@@ -192,9 +192,9 @@ impl Snapshot {
                 self.scope.upgrade_command(),
             ));
         };
-        Certificate::parse_bundle(pem.as_bytes()).map_err(|problem| {
+        Certificate::parse_bundle(pem.as_bytes()).map_err(|parse_error| {
             error(
-                format!("the trust anchors in ConfigMap {TRUST_ROOTS_CONFIG_MAP} cannot be used: {problem:#}"),
+                format!("the trust anchors in ConfigMap {TRUST_ROOTS_CONFIG_MAP} cannot be used: {parse_error:#}"),
                 format!(
                     "{} --identity-trust-anchors-file ca.crt | kubectl apply -f -",
                     self.scope.tulle_command("upgrade")

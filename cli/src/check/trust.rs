@@ -21,10 +21,10 @@ pub(super) fn identity() -> Category {
                 anchors_are_supported,
             ),
             Check::new("trust anchors are within their validity period", |s| {
-                check_validity(s, &trust_anchors(s)?, Authority::TrustAnchor)
+                check_validity(s, &s.trust_anchors()?, Authority::TrustAnchor)
             }),
             Check::new("trust anchors are valid for at least 60 days", |s| {
-                check_remaining_lifetime(s, &trust_anchors(s)?, Authority::TrustAnchor)
+                check_remaining_lifetime(s, &s.trust_anchors()?, Authority::TrustAnchor)
             }),
             Check::new("issuer cert is using supported crypto algorithm", issuer_is_supported),
             Check::new("issuer cert is within its validity period", |s| {
@@ -100,10 +100,6 @@ fn rotation_fix(snapshot: &Snapshot, authority: Authority) -> String {
     }
 }
 
-fn trust_anchors(snapshot: &Snapshot) -> Result<Vec<Certificate>, Problem> {
-    snapshot.anchors()
-}
-
 fn issuer_secret(snapshot: &Snapshot) -> Result<&Secret, Problem> {
     snapshot.secret(ISSUER_SECRET)?.ok_or_else(|| {
         error(
@@ -127,16 +123,16 @@ fn issuer_chain(snapshot: &Snapshot) -> Result<Vec<Certificate>, Problem> {
             rotation_fix(snapshot, Authority::Issuer),
         ));
     };
-    Certificate::parse_bundle(&pem.0).map_err(|problem| {
+    Certificate::parse_bundle(&pem.0).map_err(|parse_error| {
         error(
-            format!("the certificate in Secret {ISSUER_SECRET} cannot be used: {problem:#}"),
+            format!("the certificate in Secret {ISSUER_SECRET} cannot be used: {parse_error:#}"),
             rotation_fix(snapshot, Authority::Issuer),
         )
     })
 }
 
 fn config_is_valid(snapshot: &Snapshot) -> CheckResult {
-    trust_anchors(snapshot)?;
+    snapshot.trust_anchors()?;
     issuer_chain(snapshot)?;
     let data = issuer_secret(snapshot)?.data.as_ref();
     let has_key = |key: &str| data.is_some_and(|data| data.contains_key(key));
@@ -173,7 +169,8 @@ fn config_is_valid(snapshot: &Snapshot) -> CheckResult {
 }
 
 fn anchors_are_supported(snapshot: &Snapshot) -> CheckResult {
-    let unsupported: Vec<_> = trust_anchors(snapshot)?
+    let unsupported: Vec<_> = snapshot
+        .trust_anchors()?
         .iter()
         .filter(|anchor| !matches!(anchor.key, Key::EcdsaP256 | Key::Rsa(2048 | 4096)))
         .map(|anchor| format!("{}: {:?}", anchor.name, anchor.key))
@@ -216,7 +213,7 @@ fn issuer_is_supported(snapshot: &Snapshot) -> CheckResult {
 
 fn issuer_is_trusted(snapshot: &Snapshot) -> CheckResult {
     let chain = issuer_chain(snapshot)?;
-    if chains_to(&chain, &trust_anchors(snapshot)?) {
+    if chains_to(&chain, &snapshot.trust_anchors()?) {
         return Ok(());
     }
     let name = chain.first().map(|cert| cert.name.as_str()).unwrap_or_default();
@@ -353,9 +350,9 @@ fn webhook_certificate(snapshot: &Snapshot, webhook: &Webhook) -> Result<Certifi
     let certs = pem.map(|pem| Certificate::parse_bundle(&pem.0));
     match (certs, presented) {
         (Some(Ok(mut certs)), _) => Ok(certs.remove(0)),
-        (Some(Err(problem)), _) => Err(error(
+        (Some(Err(parse_error)), _) => Err(error(
             format!(
-                "the certificate in Secret {} cannot be used: {problem:#}",
+                "the certificate in Secret {} cannot be used: {parse_error:#}",
                 webhook.secret_name()
             ),
             renewal_fix(snapshot, webhook),
@@ -418,8 +415,8 @@ fn webhook_is_valid(snapshot: &Snapshot, webhook: &Webhook) -> CheckResult {
             ),
             restart_fix(snapshot, webhook),
         )),
-        Err(problem) => Err(error(
-            format!("the CA bundle of {} cannot be used: {problem:#}", webhook.config),
+        Err(parse_error) => Err(error(
+            format!("the CA bundle of {} cannot be used: {parse_error:#}", webhook.config),
             restart_fix(snapshot, webhook),
         )),
     }
@@ -489,7 +486,7 @@ fn telemetry_is_available(snapshot: &Snapshot) -> CheckResult {
 }
 
 fn proxy_certificates_match(snapshot: &Snapshot) -> CheckResult {
-    let anchors = trust_anchors(snapshot)?;
+    let anchors = snapshot.trust_anchors()?;
     let mut untrusted = Vec::new();
     let mut fetch_errors = Vec::new();
     for (pod, chain) in &snapshot.proxy_certificates {

@@ -20,8 +20,8 @@ pub(super) struct CleanupProcess(Child);
 impl CleanupProcess {
     /// Starts this program again, as `tulle demo cleanup`.
     pub(super) fn spawn() -> anyhow::Result<Self> {
-        let own = std::env::current_exe().context("finding this program")?;
-        let child = Command::new(own)
+        let program = std::env::current_exe().context("finding this program")?;
+        let child = Command::new(program)
             .args(["demo", "cleanup", &std::process::id().to_string()])
             .stdin(Stdio::piped())
             // A program that reads our standard output must not wait for the cleanup process.
@@ -54,7 +54,8 @@ pub(super) fn main(demo_pid: u32) -> anyhow::Result<()> {
         return Ok(());
     }
     let proc = format!("/proc/{demo_pid}");
-    // The demo may be a zombie for a moment, and its files are kept while its process exists. Repeat until the process is gone.
+    // The demo can be a zombie for a moment, and `remove_stale` keeps the files of a demo whose process exists. Repeat until the
+    // process is gone.
     for _ in 0..MAX_EXIT_POLLS {
         mesh::remove_stale(FailedRunLogs::Keep)?;
         if !Path::new(&proc).exists() {

@@ -63,7 +63,7 @@ impl Listener {
             let mut line = String::new();
             let mut reader = BufReader::new((&mut stream).take(MAX_REQUEST_BYTES));
             // A client that connects and sends nothing must not block other clients.
-            let _ = timeout(READ_TIMEOUT, reader.read_line(&mut line)).await;
+            let _ = timeout(CLIENT_TIMEOUT, reader.read_line(&mut line)).await;
             match serde_json::from_str::<FaultRequest>(&line) {
                 Ok(request) => return Ok(PendingRequest { request, stream }),
                 Err(err) => {
@@ -111,11 +111,12 @@ pub(super) async fn send_request(fault: Fault, length: Duration) -> anyhow::Resu
 async fn send(stream: &mut UnixStream, response: &FaultResponse) {
     let text = serde_json::to_vec(response).expect("a response is one string");
     // The client may have disconnected; the fault stays injected.
-    let _ = timeout(READ_TIMEOUT, stream.write_all(&text)).await;
+    let _ = timeout(CLIENT_TIMEOUT, stream.write_all(&text)).await;
 }
 
 const MAX_REQUEST_BYTES: u64 = 4096;
-const READ_TIMEOUT: Duration = Duration::from_secs(1);
+/// Maximum time to read a request from a client, or to send the response.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(1);
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(15);
 
 #[cfg(test)]

@@ -76,7 +76,7 @@ pub(super) async fn build(options: &MeshOptions<'_>, dir: Arc<RunDir>) -> anyhow
             .map(|workload| (workload.name.as_str(), workload.ip)),
     ) {
         let host = network.add_host(name, &format!("{ip}/24"), None)?;
-        // Cluster IPs belong to no interface. Their packets need a route to reach the redirect rules.
+        // Cluster IPs belong to no interface. Packets to them need a route, to reach the redirect rules.
         host.ip("route add default dev eth0\n")?;
         hosts.insert(name.to_owned(), host);
     }
@@ -301,22 +301,22 @@ impl ProcessStarter<'_> {
     fn environment(&self, workload: &Workload) -> Vec<(String, String)> {
         let Workload { name, namespace, .. } = workload;
         let domain = &self.topology.trust_domain;
-        let service = |account: &str| {
+        let control_plane_identity = |account: &str| {
             tulle_core::identity::service_account_identity(account, CONTROL_NAMESPACE, CONTROL_NAMESPACE, domain)
         };
         let ports: Vec<_> = workload.port_numbers().map(|port| port.to_string()).collect();
-        let control = |port: u16| format!("{CONTROL_IP}:{port}");
+        let control_plane_addr = |port: u16| format!("{CONTROL_IP}:{port}");
         [
             ("LOG", "warn,tulle=info,tulle_proxy=info".to_owned()),
             ("INBOUND_LISTEN_ADDR", format!("0.0.0.0:{}", port::INBOUND)),
             ("OUTBOUND_LISTEN_ADDRS", format!("127.0.0.1:{}", port::OUTBOUND)),
             ("ADMIN_LISTEN_ADDR", format!("127.0.0.1:{}", port::ADMIN)),
-            ("DESTINATION_SVC_ADDR", control(port::DESTINATION)),
-            ("DESTINATION_SVC_NAME", service("linkerd-destination")),
-            ("POLICY_SVC_ADDR", control(port::POLICY)),
-            ("POLICY_SVC_NAME", service("linkerd-destination")),
-            ("IDENTITY_SVC_ADDR", control(port::IDENTITY)),
-            ("IDENTITY_SVC_NAME", service("linkerd-identity")),
+            ("DESTINATION_SVC_ADDR", control_plane_addr(port::DESTINATION)),
+            ("DESTINATION_SVC_NAME", control_plane_identity("linkerd-destination")),
+            ("POLICY_SVC_ADDR", control_plane_addr(port::POLICY)),
+            ("POLICY_SVC_NAME", control_plane_identity("linkerd-destination")),
+            ("IDENTITY_SVC_ADDR", control_plane_addr(port::IDENTITY)),
+            ("IDENTITY_SVC_NAME", control_plane_identity("linkerd-identity")),
             (
                 "DESTINATION_CONTEXT",
                 serde_json::json!({ "ns": namespace, "nodeName": "", "pod": name }).to_string(),
@@ -394,8 +394,8 @@ struct Binaries {
 impl Binaries {
     /// Links or copies the binaries from the directory of this program.
     fn install(into: &Path) -> anyhow::Result<Self> {
-        let own = std::env::current_exe().context("finding this program")?;
-        let program_dir = own.parent().context("finding the directory of this program")?;
+        let program = std::env::current_exe().context("finding this program")?;
+        let program_dir = program.parent().context("finding the directory of this program")?;
         let install = |name: &str| {
             let (from, to) = (program_dir.join(name), into.join(name));
             if !from.exists() {

@@ -34,6 +34,7 @@ use tulle_core::netns;
 use self::faults::Fault;
 use self::options::Action;
 pub(crate) use self::options::Args;
+use crate::runtime;
 
 /// Runs the demo, or injects a fault into the running one.
 ///
@@ -56,13 +57,6 @@ fn break_running(fault: Fault, length: Duration) -> anyhow::Result<ExitCode> {
     );
     println!("{}", runtime()?.block_on(faults::send_request(fault, length))?);
     Ok(ExitCode::SUCCESS)
-}
-
-fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
-    tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .context("building the runtime")
 }
 
 /// Minimum duration of a fault.

@@ -37,7 +37,8 @@ pub(super) enum Action {
     /// Inject a fault into the running demo, from another terminal
     Break {
         fault: Fault,
-        /// How long the process stays stopped; has no effect on `certificate`, which ends when all sidecars have renewed
+        /// How long the process stays stopped; has no effect on `certificate`, which ends when all sidecars have renewed their
+        /// certificates
         #[arg(long = "for", value_name = "DURATION", default_value = "10s", value_parser = duration::parse)]
         length: Duration,
     },

@@ -35,7 +35,7 @@ pub(super) struct Row {
     pub(super) plaintext: u64,
     /// Responses by replica.
     pub(super) replicas: BTreeMap<String, u64>,
-    /// Failures by the client's error.
+    /// Failed requests by the error that the client reported.
     pub(super) errors: BTreeMap<String, u64>,
     /// Requests or connections that the servers' sidecars have denied since they started, by client and policy. Only for edges
     /// from outside the mesh.

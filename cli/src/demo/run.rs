@@ -1,6 +1,5 @@
 //! Runs the mesh: draws the table each second, injects and repairs faults, stops the processes, and checks the result.
 
-use std::collections::VecDeque;
 use std::fs;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -71,14 +70,14 @@ impl Demo {
         let edges = edges(&mesh.topology);
         let (sender, lines) = mpsc::channel(REPORT_CHANNEL_CAPACITY);
         let (mut generators, mut readers) = (Vec::new(), JoinSet::new());
-        for (at, edge) in edges.iter().enumerate() {
+        for (edge_index, edge) in edges.iter().enumerate() {
             let host = match edge.client {
                 Client::Load => mesh.topology.load_workload().map_or("load", |load| load.name.as_str()),
                 Client::Outside => "outside",
             };
             let mut generator = mesh.start_load_generator(host, edge.file_name(), edge.arguments())?;
             if let Some(output) = generator.take_output() {
-                readers.spawn(read_lines(at, output, sender.clone()));
+                readers.spawn(read_lines(edge_index, output, sender.clone()));
             }
             generators.push(generator);
         }
@@ -106,17 +105,15 @@ impl Demo {
         let mut screen = Screen::new();
         let draw = screen.is_terminal() && args.output != Some(Output::Json);
         let end = args.once.map(|seconds| self.started_at + Duration::from_secs(seconds));
-        let mut planned_outages = VecDeque::new();
-        if let Some(seconds) = args.once.filter(|seconds| *seconds >= MIN_RUN_WITH_OUTAGE_SECONDS) {
-            planned_outages.push_back(self.started_at + Duration::from_secs(seconds) / 4);
-        }
+        let seconds_with_outage = args.once.filter(|seconds| *seconds >= MIN_RUN_WITH_OUTAGE_SECONDS);
+        let mut outage_at = seconds_with_outage.map(|seconds| self.started_at + Duration::from_secs(seconds) / 4);
         let mut ticks = interval(TICK_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
         loop {
             // All branches can be dropped while they wait. If a fault request is lost, its client sees the connection close.
             tokio::select! {
                 () = signals.next() => break,
-                Some((edge, line)) = self.lines.recv() => self.record_report_line(edge, &line),
+                Some((edge_index, line)) = self.lines.recv() => self.record_report_line(edge_index, &line),
                 pending = self.listener.next() => {
                     let pending = pending.context("listening for faults")?;
                     let response = self.inject_fault(pending.request).await;
@@ -124,7 +121,7 @@ impl Demo {
                 }
                 _ = ticks.tick() => {
                     let now = Instant::now();
-                    if planned_outages.pop_front_if(|at| *at <= now).is_some() {
+                    if outage_at.take_if(|at| *at <= now).is_some() {
                         let request = FaultRequest { fault: Fault::ControlPlane, seconds: OUTAGE_DURATION.as_secs_f64() };
                         if let FaultResponse::Refused(why) = self.inject_fault(request).await {
                             self.unexpected_failures.push(format!("the planned outage of the control plane did not happen: {why}"));
@@ -190,8 +187,8 @@ impl Demo {
         Ok(problems)
     }
 
-    fn record_report_line(&mut self, edge: usize, line: &str) {
-        if let Some(reports) = self.reports.get_mut(edge) {
+    fn record_report_line(&mut self, edge_index: usize, line: &str) {
+        if let Some(reports) = self.reports.get_mut(edge_index) {
             reports.add_line(line);
         }
     }
@@ -249,10 +246,10 @@ impl Demo {
         }
         let all_reported = async {
             while self.reports.iter().any(|reports| reports.total.is_none()) {
-                let Some((edge, line)) = self.lines.recv().await else {
+                let Some((edge_index, line)) = self.lines.recv().await else {
                     return;
                 };
-                if let Some(reports) = self.reports.get_mut(edge) {
+                if let Some(reports) = self.reports.get_mut(edge_index) {
                     reports.add_line(&line);
                 }
             }
@@ -365,10 +362,10 @@ impl Signals {
     }
 }
 
-async fn read_lines(edge: usize, output: ChildStdout, lines: mpsc::Sender<(usize, String)>) {
+async fn read_lines(edge_index: usize, output: ChildStdout, lines: mpsc::Sender<(usize, String)>) {
     let mut reader = BufReader::new(output).lines();
     while let Ok(Some(line)) = reader.next_line().await {
-        if lines.send((edge, line)).await.is_err() {
+        if lines.send((edge_index, line)).await.is_err() {
             return;
         }
     }

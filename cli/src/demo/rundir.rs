@@ -1,7 +1,7 @@
 //! The directory of one run: manifests, credentials, logs, and the socket for `tulle demo break`.
 //!
 //! It is below `/tmp`, because the demo's processes run as several Unix users, some of which cannot enter a home directory.
-//! Its name contains the process id of the demo, which tells a running demo from one that was killed.
+//! Its name is the process id of the demo. If this process does not exist, the directory is left over from a demo that was killed.
 
 use std::fs;
 use std::io;

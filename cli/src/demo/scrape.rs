@@ -45,7 +45,7 @@ impl AdminClient {
                     .await
                     .context("the request timed out")?
             }
-            answer => answer,
+            result => result,
         }
     }
 

@@ -22,6 +22,7 @@ pub(super) struct Demo {
     pub(super) generators: Vec<Process>,
     /// The tasks that read the reports of the load generators. Dropping the set ends them.
     pub(super) _readers: JoinSet<()>,
+    /// The lines that the load generators print, each with the index of its edge.
     pub(super) lines: mpsc::Receiver<(usize, String)>,
     pub(super) scrapes: Scrapes,
     pub(super) listener: Listener,

@@ -309,7 +309,10 @@ impl RawService {
 }
 
 fn check_addresses_and_names(workloads: &[LabelledWorkload]) -> Result<(), TopologyError> {
-    let mut taken = BTreeMap::from([(CONTROL_IP, "the control plane"), (OUTSIDE_IP, "the host outside")]);
+    let mut taken = BTreeMap::from([
+        (CONTROL_IP, "the control plane"),
+        (OUTSIDE_IP, "the host outside the mesh"),
+    ]);
     for LabelledWorkload { workload, .. } in workloads {
         let invalid = |reason: String| TopologyError::Workload {
             name: workload.name.clone(),

@@ -104,7 +104,7 @@ impl QueryContext<'_> {
         exchange: impl Future<Output = Result<T, Status>>,
     ) -> anyhow::Result<T> {
         match tokio::time::timeout(self.args.wait, exchange).await {
-            Ok(Ok(answer)) => Ok(answer),
+            Ok(Ok(response)) => Ok(response),
             Ok(Err(status)) => Err(status_error(api, &status)),
             Err(_) => Err(anyhow!("{api} error: no response within {:?}", self.args.wait)),
         }

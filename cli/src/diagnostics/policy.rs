@@ -51,9 +51,9 @@ pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyh
                 )
                 .await
             }
-            Ok(named) => {
+            Ok(resource_ref) => {
                 let cluster = query_context.flags.connect().await?;
-                let pods = named.pods(&cluster, namespace).await?;
+                let pods = resource_ref.pods(&cluster, namespace).await?;
                 let pod = pods
                     .first()
                     .with_context(|| format!("{resource} of namespace {namespace} has no pods"))?;
@@ -87,7 +87,7 @@ async fn query_inbound(query_context: &QueryContext<'_>, workload: &str, port: N
         format!("{workload:?} is neither a resource such as deploy/web, nor <namespace>/<name> of a workload")
     })?;
     let mut client = InboundServerPoliciesClient::new(query_context.connect_to_policy().await?);
-    let mut last = None;
+    let mut not_found = None;
     // The kind of the workload is unknown, so both kinds are queried.
     for kind in ["external_workload", "pod"] {
         let request = PortSpec {
@@ -103,10 +103,10 @@ async fn query_inbound(query_context: &QueryContext<'_>, workload: &str, port: N
         };
         match query_context.with_timeout("Policy API", exchange).await? {
             Ok(server) => return format_response(&json::inbound::server(&server), query_context.output()),
-            Err(status) => last = Some(status),
+            Err(status) => not_found = Some(status),
         }
     }
-    let status = last.context("no query was sent")?;
+    let status = not_found.context("no query was sent")?;
     Err(status_error("Policy API", &status)
         .context(format!("there is neither an ExternalWorkload nor a Pod {workload}")))
 }

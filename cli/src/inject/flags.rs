@@ -87,7 +87,7 @@ pub(super) struct ProxyFlags {
     /// Seconds that the proxy continues to serve when the pod is stopped, before it drains
     #[arg(long, value_name = "SECONDS")]
     wait_before_exit_seconds: Option<String>,
-    /// The time that requests have to end when the proxy ends, such as 2m
+    /// Maximum time for open requests to end when the proxy shuts down, such as 2m
     #[arg(long, value_name = "DURATION")]
     shutdown_grace_period: Option<String>,
     /// The timeout of connections in CLOSE_WAIT, such as 60s; requires proxyInit.runAsRoot

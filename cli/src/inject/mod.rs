@@ -218,9 +218,8 @@ impl Injection {
             bail!(reason);
         }
         if let Decision::Skip(reasons) = &outcome.decision {
-            // If a skip reason is an error of the manifest, the command fails.
-            let impossible = reasons.iter().find(|reason| FATAL_SKIP_REASONS.contains(reason));
-            if let Some(reason) = impossible {
+            let fatal = reasons.iter().find(|reason| FATAL_SKIP_REASONS.contains(reason));
+            if let Some(reason) = fatal {
                 bail!(reason.description());
             }
             return Ok(ManifestOutcome::Skipped(

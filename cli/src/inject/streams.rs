@@ -16,8 +16,8 @@ pub(super) enum Output {
     Json,
 }
 
-/// Reads the inputs. Returns each with a name for error messages. `-` is standard input; a directory stands for its YAML and JSON
-/// files.
+/// Reads the inputs. Returns the name, for error messages, and the text of each. `-` is standard input; a directory stands for its
+/// YAML and JSON files.
 pub(super) fn read_inputs(inputs: &[PathBuf]) -> anyhow::Result<Vec<(String, String)>> {
     let mut texts = Vec::new();
     for input in inputs {

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 /// How injection treats a manifest.
 pub(super) enum ManifestKind {
-    /// An object that describes pods below this path, which is empty for a pod.
+    /// An object that has a pod template at this path. The path is empty for a pod, which is its own template.
     Pods(&'static [&'static str]),
     Namespace,
     Service,

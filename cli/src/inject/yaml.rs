@@ -21,10 +21,10 @@ pub(super) struct Document<'a> {
 pub(super) fn documents(text: &str) -> anyhow::Result<Vec<Document<'_>>> {
     let mut documents = Vec::new();
     for text in split_documents(text) {
-        let n_document = documents.len() + 1;
+        let number = documents.len() + 1;
         let value: serde_yaml_ng::Value =
-            serde_yaml_ng::from_str(text).with_context(|| format!("reading document {n_document}"))?;
-        let mut value = serde_json::to_value(value).with_context(|| format!("reading document {n_document}"))?;
+            serde_yaml_ng::from_str(text).with_context(|| format!("reading document {number}"))?;
+        let mut value = serde_json::to_value(value).with_context(|| format!("reading document {number}"))?;
         convert_yaml_1_1_octals(&mut value);
         documents.push(Document { text, value });
     }

@@ -69,7 +69,8 @@ impl Helm {
         })
     }
 
-    /// Sets the Kubernetes version for which charts are rendered. Without it, this is the oldest version that the charts accept.
+    /// Sets the Kubernetes version for which charts are rendered. If it is unknown, charts are rendered for the oldest version that
+    /// they accept.
     pub(crate) fn with_kubernetes_version(self, version: Option<&str>) -> Self {
         let known = version.filter(|version| version.starts_with('v'));
         Self {

@@ -162,15 +162,15 @@ fn complete_credentials(mut values: Value) -> anyhow::Result<Value> {
             .and_then(Value::as_str)
             .is_some_and(|text| !text.is_empty())
     };
-    let anchors = is_set("/identityTrustAnchorsPEM") || values["identity"]["externalCA"] == json!(true);
-    let cert = is_set("/identity/issuer/tls/crtPEM");
-    let key = is_set("/identity/issuer/tls/keyPEM");
-    let external = values["identity"]["issuer"]["scheme"] == json!("kubernetes.io/tls");
-    if anchors && (external || (cert && key)) {
+    let has_anchors = is_set("/identityTrustAnchorsPEM") || values["identity"]["externalCA"] == json!(true);
+    let has_cert = is_set("/identity/issuer/tls/crtPEM");
+    let has_key = is_set("/identity/issuer/tls/keyPEM");
+    let is_external = values["identity"]["issuer"]["scheme"] == json!("kubernetes.io/tls");
+    if has_anchors && (is_external || (has_cert && has_key)) {
         return check_issuer_and_anchors(values);
     }
     ensure!(
-        !anchors && !cert && !key && !external,
+        !has_anchors && !has_cert && !has_key && !is_external,
         "the credentials are incomplete: pass --identity-trust-anchors-file, --identity-issuer-certificate-file \
          and --identity-issuer-key-file (`tulle trust` creates such files), or none of them"
     );

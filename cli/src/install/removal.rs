@@ -141,7 +141,8 @@ async fn list_labelled_objects(cluster: &Cluster) -> anyhow::Result<Vec<Value>> 
     list_objects(cluster, &format!("{CONTROL_PLANE_NS}={namespace}"), KINDS).await
 }
 
-/// The kinds whose objects are in any namespace or in none. Deleting the namespace of the control plane does not delete them all.
+/// The kinds whose objects are listed in all namespaces, and the kinds without namespaces. Deleting the namespace of the control
+/// plane does not delete all of these objects.
 pub(crate) fn kinds_listed_in_all_namespaces() -> impl Iterator<Item = &'static ListedKind> {
     KINDS
         .iter()

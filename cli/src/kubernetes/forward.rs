@@ -110,7 +110,7 @@ pub(crate) async fn get(
     get_within(cluster, PodPort { namespace, pod, port }, path, REQUEST_TIMEOUT).await
 }
 
-/// Like [`get`]. `limit` is the maximum time to open the port, and then that to get the response.
+/// Like [`get`]. `limit` is the maximum time to open the port, and also the maximum time to get the response.
 ///
 /// # Errors
 /// As [`get`].
@@ -132,9 +132,10 @@ pub(crate) async fn get_within(
         let request = Request::get(path)
             .header(header::HOST, format!("{pod}:{port}"))
             .body(Empty::<Bytes>::new())?;
-        let answer = sender.send_request(request).await?;
-        ensure!(answer.status().is_success(), "{path} answered {}", answer.status());
-        let body = Limited::new(answer.into_body(), MAX_RESPONSE_BYTES).collect();
+        let response = sender.send_request(request).await?;
+        let status = response.status();
+        ensure!(status.is_success(), "{path} responded with status {status}");
+        let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES).collect();
         let bytes = body.await.map_err(|error| anyhow!(error))?.to_bytes();
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     };

@@ -16,7 +16,7 @@ use tulle_core::names::label;
 
 use crate::kubernetes::{Cluster, reason};
 
-/// Finds the routes of Services that other clusters reach through the gateway, and that have one of these mirrors as a backend.
+/// Finds the routes that have one of these mirrors as a backend, and whose Service other clusters reach through the gateway.
 ///
 /// # Errors
 /// Fails if Services or routes cannot be listed.
@@ -91,8 +91,8 @@ mod tests {
 
     use super::*;
 
-    /// The description of an HTTPRoute in this namespace for the Service `shop/<service>` with this backend of `shop`. Exported is
-    /// `shop/web`, and `shop/web-east` is a mirror.
+    /// The description of an HTTPRoute in this namespace for the Service `shop/<service>` with this backend of `shop`.
+    /// `shop/web` is exported, and `shop/web-east` is a mirror.
     fn description(namespace: &str, service: &str, backend: &str) -> Option<String> {
         let route = json!({
             "metadata": {"name": "split", "namespace": namespace},

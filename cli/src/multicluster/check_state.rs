@@ -56,11 +56,11 @@ pub(super) struct LinkState {
     pub(super) expiring_credentials: Vec<String>,
     /// Whether the objects that give its controller permissions exist.
     pub(super) permissions: Result<(), String>,
-    /// The cause, if its status says that the exported Services cannot be read.
+    /// An error with the cause if the status of the Link says that the exported Services cannot be read.
     pub(super) status: Result<(), String>,
     /// Whether the Service through which its controller probes the gateway has the port for it.
     pub(super) probe_service: Result<(), String>,
-    /// Whether the gateway responds to probes. The reason if this is not known.
+    /// Whether the gateway responds to probes. An error with the reason if it does not, or if this is not known.
     pub(super) gateway: Result<(), String>,
 }
 
@@ -98,7 +98,7 @@ pub(super) struct MirrorService {
 }
 
 /// Reads the state of this cluster and of each linked cluster. `limit` is the timeout for each linked cluster, for finding the
-/// controllers, and for the metrics of each.
+/// controllers, and for the metrics of each controller.
 pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> MulticlusterState {
     let namespace = extension::namespace(cluster).await;
     let probes = match &namespace {
@@ -107,7 +107,7 @@ pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> MulticlusterSt
     };
     let trust = check_trust::read_own(cluster).await;
     let trust = trust.map_err(|error| format!("{error:#}"));
-    let found = match links(cluster).await {
+    let link_states = match links(cluster).await {
         Ok(None) => Err("the kind is not installed".to_owned()),
         Ok(Some(found)) => {
             let mut states = Vec::new();
@@ -129,13 +129,14 @@ pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> MulticlusterSt
         Ok(None) | Err(_) => Ok(Vec::new()),
     };
     let mirrors = mirrors(cluster).await.map_err(|error| reason(&error));
-    let of_gateways = mirrors.iter().flatten().filter(|mirror| mirror.needs_endpoints);
-    let of_gateways = of_gateways.map(|mirror| NamespacedName::new(&*mirror.namespace, &*mirror.name));
-    let of_gateways: BTreeSet<_> = of_gateways.collect();
-    let routes_to_mirrors = Box::pin(check_routes::routes_to_mirrors(cluster, &of_gateways)).await;
+    let through_gateway = mirrors.iter().flatten().filter(|mirror| mirror.needs_endpoints);
+    let names: BTreeSet<_> = through_gateway
+        .map(|mirror| NamespacedName::new(&*mirror.namespace, &*mirror.name))
+        .collect();
+    let routes_to_mirrors = Box::pin(check_routes::routes_to_mirrors(cluster, &names)).await;
     MulticlusterState {
         namespace: namespace.map_err(|error| format!("{error:#}")),
-        links: found,
+        links: link_states,
         trust,
         controllers: controllers(cluster).await.map_err(|error| reason(&error)),
         has_gateway: has_gateway(cluster).await.map_err(|error| reason(&error)),
@@ -243,8 +244,8 @@ fn credentials_secret(link: &DynamicObject) -> &str {
     name.unwrap_or_default()
 }
 
-/// The copies of the credentials for a linked cluster that expire soon: that of its controller, and that of the destination service.
-/// Other checks report those that cannot be read.
+/// Describes the copies of the credentials for a linked cluster that expire soon. Its controller has one copy, and the destination
+/// service another. Other checks report a copy that cannot be read.
 async fn expiring_credentials(cluster: &Cluster, link: &DynamicObject) -> Vec<String> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let namespace = link.namespace().unwrap_or_default();
@@ -266,7 +267,7 @@ async fn expiring_credentials(cluster: &Cluster, link: &DynamicObject) -> Vec<St
     expiring
 }
 
-/// The time at which credentials expire, in seconds since 1970, as a text, if that is soon.
+/// Formats the time at which credentials expire, if it is soon. Both arguments are in seconds since 1970.
 fn expiry_if_soon(expires_at: u64, now: u64) -> Option<String> {
     let time = Timestamp::from_second(i64::try_from(expires_at).ok()?).ok()?;
     let is_soon = expires_at.saturating_sub(now) < EXPIRY_WARNING.as_secs();

@@ -110,7 +110,7 @@ pub(super) async fn read_gateway_if_needed(
 async fn gateway_chain(link: &DynamicObject, limit: Duration) -> anyhow::Result<Vec<Certificate>> {
     let field = |name: &str| link.data["spec"][name].as_str().unwrap_or_default();
     let addresses = field("gatewayAddress").split(',').map(str::trim);
-    let mut failure = anyhow!("the Link has no gateway, whose certificate would show its issuer");
+    let mut failure = anyhow!("the Link has no gateway from which a certificate can be read");
     for address in addresses.filter(|address| !address.is_empty()) {
         let port: u16 = field("gatewayPort")
             .parse()
@@ -144,8 +144,8 @@ async fn issuer_chain(cluster: &Cluster) -> anyhow::Result<Vec<Certificate>> {
     Certificate::parse_bundle(&pem.0).with_context(|| format!("Secret {namespace}/{ISSUER_SECRET}"))
 }
 
-/// The trust anchors that a control plane uses. If they are not readable, those in its configuration, because an account for other
-/// clusters can have the permission to read only that. The configuration has none with `identity.externalCA`.
+/// The trust anchors of a control plane: those in use, or else those in its configuration. An account for other clusters may have
+/// permission to read only the configuration. With `identity.externalCA`, the configuration has no trust anchors.
 async fn anchors(cluster: &Cluster) -> anyhow::Result<Vec<Certificate>> {
     let bundle = match anchors_in_use(cluster).await? {
         Ok(bundle) => bundle,
@@ -163,7 +163,8 @@ async fn anchors(cluster: &Cluster) -> anyhow::Result<Vec<Certificate>> {
     Certificate::parse_bundle(bundle.as_bytes())
 }
 
-/// The bundle that the identity service reads; the reason if there is none, or if the account has no permission to read it.
+/// The bundle that the identity service reads. The inner error is the reason if there is none, or if the account has no permission
+/// to read it.
 async fn anchors_in_use(cluster: &Cluster) -> anyhow::Result<Result<String, String>> {
     let namespace = &cluster.control_plane_namespace;
     let api: Api<ConfigMap> = Api::namespaced(cluster.client.clone(), namespace);
@@ -362,8 +363,8 @@ mod tests {
         assert_eq!((found.chain, found.anchors), (Ok(issuer.clone()), issuer));
     }
 
-    /// Reads the anchors of a control plane that uses this bundle and has another one in its configuration. The API server responds
-    /// with an error instead if the first is the status and the reason of one.
+    /// Reads the anchors of a control plane. `used` is the bundle in use, or the status and reason of the API server's error.
+    /// `configured` is the bundle in the configuration.
     async fn read_anchors(
         used: Result<&str, (u16, &'static str)>,
         configured: &str,
@@ -431,7 +432,7 @@ mod tests {
                 "",
                 "of namespace linkerd: Forbidden; the ConfigMap linkerd-config has no",
             ),
-            // The anchors in use can be others.
+            // The anchors in use can differ from those in the configuration.
             (
                 (500, "InternalError"),
                 configured,

@@ -13,10 +13,11 @@ use crate::kubernetes::{Cluster, reason};
 
 /// Selects the namespace and the cluster-scoped objects of the extension.
 pub(super) const EXTENSION_SELECTOR: &str = "linkerd.io/extension in (multicluster, linkerd-multicluster)";
-/// Selects the Deployments and pods of service mirrors that belong to a Link, including those that `link` creates.
+/// Selects the Deployments and pods of service mirrors: the one for all Links, and those of single Links, including those that
+/// `link` creates.
 pub(super) const CONTROLLER_SELECTOR: &str = "component in (service-mirror, linkerd-service-mirror, controller)";
 pub(super) const DEFAULT_NAMESPACE: &str = "linkerd-multicluster";
-/// Names of probe Services that `link` creates begin with it.
+/// Prefix of the names of probe Services that `link` creates.
 pub(super) const PROBE_SERVICE_PREFIX: &str = "probe-gateway-";
 /// The type of Secrets with credentials for another cluster.
 pub(super) const CREDENTIALS_SECRET_TYPE: &str = "mirror.linkerd.io/remote-kubeconfig";
@@ -27,7 +28,7 @@ pub(super) const LOCAL_ACCESS_OF_CHART: &str = "linkerd-multicluster-controller-
 /// The API version of Roles and their bindings.
 pub(super) const RBAC: &str = "rbac.authorization.k8s.io/v1";
 
-/// Names of the objects of a controller that `link` creates. They are those of Linkerd.
+/// Names of the objects of a controller that `link` creates. Linkerd uses the same names.
 pub(super) struct LegacyController {
     /// The ServiceAccount, Deployment and PodDisruptionBudget.
     pub(super) service_mirror: String,

@@ -94,7 +94,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()>
     let mut rows = runtime()?.block_on(async {
         let cluster = flags.connect().await?;
         let mut gateways = Vec::new();
-        for controller in fetch_gateways(&cluster, args.wait).await? {
+        for controller in fetch_all_metrics(&cluster, args.wait).await? {
             match controller.gateways {
                 Ok(found) => gateways.extend(found),
                 Err(cause) => eprintln!("tulle: {cause}"),
@@ -131,12 +131,12 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()>
 }
 
 /// Reads from the metrics of the service mirrors whether the gateway of each cluster responds to probes. `limit` is the timeout for
-/// finding the service mirrors, and that for the metrics of each.
+/// finding the service mirrors, and also for the metrics of each.
 ///
 /// # Errors
 /// Fails with the reason if the service mirrors are not found in time.
 pub(super) async fn read_probes(cluster: &Cluster, limit: Duration) -> Result<Probes, String> {
-    let controllers = fetch_gateways(cluster, limit).await;
+    let controllers = fetch_all_metrics(cluster, limit).await;
     let mut probes = Probes::default();
     for controller in controllers.map_err(|error| format!("{error:#}"))? {
         match controller.gateways {
@@ -153,18 +153,23 @@ pub(super) async fn read_probes(cluster: &Cluster, limit: Duration) -> Result<Pr
     Ok(probes)
 }
 
-/// Reads the metrics of all service mirrors at once, so that none takes the time of the others.
-async fn fetch_gateways(cluster: &Cluster, limit: Duration) -> anyhow::Result<Vec<ControllerMetrics>> {
+/// Reads the metrics of all service mirrors concurrently, so that a slow one does not delay the others.
+async fn fetch_all_metrics(cluster: &Cluster, limit: Duration) -> anyhow::Result<Vec<ControllerMetrics>> {
     let pods = timeout(limit, leading_pods(cluster)).await;
     let pods = pods.map_err(|_elapsed| anyhow!("the controllers were not found within {limit:?}"))??;
     let controllers = pods
         .iter()
-        .map(|(pod, links)| fetch_controller(cluster, pod, links, limit));
+        .map(|(pod, links)| fetch_controller_metrics(cluster, pod, links, limit));
     Ok(join_all(controllers).await)
 }
 
-async fn fetch_controller(cluster: &Cluster, pod: &Pod, links: &[String], limit: Duration) -> ControllerMetrics {
-    let page = match timeout(limit, fetch_metrics(cluster, pod, limit)).await {
+async fn fetch_controller_metrics(
+    cluster: &Cluster,
+    pod: &Pod,
+    links: &[String],
+    limit: Duration,
+) -> ControllerMetrics {
+    let page = match timeout(limit, fetch_metrics_page(cluster, pod, limit)).await {
         Ok(page) => page.map_err(|error| format!("{error:#}")),
         Err(_) => {
             let (namespace, name) = (resource::namespace(pod), pod.name_any());
@@ -233,7 +238,7 @@ async fn leaders(cluster: &Cluster, namespace: &str) -> anyhow::Result<BTreeMap<
     Ok(leaders)
 }
 
-async fn fetch_metrics(cluster: &Cluster, pod: &Pod, limit: Duration) -> anyhow::Result<String> {
+async fn fetch_metrics_page(cluster: &Cluster, pod: &Pod, limit: Duration) -> anyhow::Result<String> {
     let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
     let mut mirrors = containers.filter(|container| ["service-mirror", "controller"].contains(&&*container.name));
     let (namespace, name) = (resource::namespace(pod), pod.name_any());
@@ -298,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_that_were_not_read_explain_the_missing_state_of_their_gateway_only() {
+    fn a_gateway_without_metrics_is_reported_with_the_cause_of_its_link() {
         let text = str::to_owned;
         let probes = Probes {
             alive: [(text("east"), true), (text("north"), false)].into(),

@@ -95,8 +95,8 @@ pub(crate) fn install(args: &InstallArgs, flags: &kubernetes::Flags) -> anyhow::
         })?),
     };
     let helm = Helm::find(DEFAULT_NAMESPACE)?;
-    let found = control_plane_values(control_plane.as_ref(), &flags.linkerd_namespace);
-    let mut files = vec![write_values(&helm, "values-of-control-plane.yaml", &found)?];
+    let derived_values = control_plane_values(control_plane.as_ref(), &flags.linkerd_namespace);
+    let mut files = vec![write_values(&helm, "values-of-control-plane.yaml", &derived_values)?];
     files.extend(args.ha.then(|| helm.high_availability_values(&MULTICLUSTER)));
     let values = merge_values(&helm, files, &args.helm, &args.values())?;
     let mut manifests = vec![namespace_manifest(&values)];
@@ -107,11 +107,11 @@ pub(crate) fn install(args: &InstallArgs, flags: &kubernetes::Flags) -> anyhow::
 /// The values of the chart that depend on the control plane.
 fn control_plane_values(control_plane: Option<&Value>, namespace: &str) -> Value {
     let mut values = json!({"linkerdNamespace": namespace});
-    let found = |key: &str| {
+    let text = |key: &str| {
         let value = control_plane?[key].as_str()?;
         (!value.is_empty()).then(|| value.to_owned())
     };
-    if let Some(domain) = found("identityTrustDomain").or_else(|| found("clusterDomain")) {
+    if let Some(domain) = text("identityTrustDomain").or_else(|| text("clusterDomain")) {
         values["identityTrustDomain"] = json!(domain);
     }
     if control_plane.is_some_and(|values| values["cniEnabled"] == json!(true)) {
@@ -248,7 +248,7 @@ In each cluster that exports Services or uses those of others:
 
   tulle multicluster install | kubectl apply -f -
 
-The service mirror mirrors all Links. The Link east gets a controller of its own by:
+The service mirror mirrors all Links. To give the Link east a controller of its own:
 
   tulle multicluster install --set 'controllers[0].link.ref.name=east' | kubectl apply -f -";
 

@@ -15,7 +15,7 @@ use crate::kubernetes;
 pub(crate) struct LinkArgs {
     #[command(flatten)]
     link: link_gen::Args,
-    /// How often a failed step is repeated; only 3 is accepted, because steps are repeated until they succeed [default: 3]
+    /// Accepted for compatibility; only the value 3 is allowed, and failed steps are repeated until they succeed [default: 3]
     #[arg(long, value_name = "NUMBER")]
     service_mirror_retry_limit: Option<u32>,
     /// The log level of the controller: error, warn, info, debug, trace [default: info]
@@ -45,8 +45,8 @@ pub(crate) fn main(args: &LinkArgs, flags: &kubernetes::Flags) -> anyhow::Result
     let name = &args.link.cluster_name;
     eprintln!(
         "tulle: `tulle multicluster link` is deprecated; use `tulle multicluster link-gen`: the service mirror of the chart \
-         tulle-multicluster mirrors all Links. A Link can have a controller of its own by an entry of the value `controllers`, such \
-         as `tulle multicluster install --set 'controllers[0].link.ref.name={name}'`"
+         tulle-multicluster mirrors all Links. To give a Link a controller of its own, add an entry to the value `controllers`, such \
+         as by `tulle multicluster install --set 'controllers[0].link.ref.name={name}'`"
     );
     check_args(args)?;
     let mut manifests = link_gen::link_manifests(&args.link, flags)?;
@@ -145,17 +145,17 @@ fn rename(object: &mut Value, link: &str) {
         (format!("remote-discovery-{link}"), &legacy.destination_credentials),
         (multicluster::probe_service_of_chart(link), &legacy.probe_service),
     ];
-    for pointer in NAMES_OF_OBJECTS {
+    for pointer in NAME_POINTERS {
         let Some(name) = object.pointer_mut(pointer) else {
             continue;
         };
-        if let Some((_, legacy_name)) = names.iter().find(|(of_chart, _)| *name == *of_chart) {
+        if let Some((_, legacy_name)) = names.iter().find(|(chart_name, _)| *name == *chart_name) {
             *name = json!(legacy_name);
         }
     }
-    for (pointer, of_chart, legacy_text) in COMPONENTS_AND_CONTAINERS {
+    for (pointer, chart_text, legacy_text) in LEGACY_TEXTS {
         if let Some(text) = object.pointer_mut(pointer)
-            && *text == of_chart
+            && *text == chart_text
         {
             *text = json!(legacy_text);
         }
@@ -173,17 +173,17 @@ fn rename(object: &mut Value, link: &str) {
 const RETRY_LIMIT: u32 = 3;
 const MAX_CLUSTER_NAME_LEN: usize = 63 - PROBE_SERVICE_PREFIX.len();
 
-/// Where objects have names of objects of the controller.
-const NAMES_OF_OBJECTS: [&str; 4] = [
+/// JSON pointers to the fields that can contain the name of an object of the controller.
+const NAME_POINTERS: [&str; 4] = [
     "/metadata/name",
     "/roleRef/name",
     "/subjects/0/name",
     "/spec/template/spec/serviceAccountName",
 ];
 
-/// Where objects have the component, the container or the port of the controller, with the text of the chart and that of Linkerd's
-/// `link`, which has different components for objects and for pods.
-const COMPONENTS_AND_CONTAINERS: [(&str, &str, &str); 8] = [
+/// JSON pointers to the fields that contain the component, the container or the port of the controller, each with the text of the
+/// chart and the text of Linkerd's `link`. Linkerd gives pods another component than other objects.
+const LEGACY_TEXTS: [(&str, &str, &str); 8] = [
     ("/metadata/labels/component", "controller", "service-mirror"),
     (
         "/metadata/labels/app.kubernetes.io~1name",
@@ -343,7 +343,7 @@ mod tests {
             chart_object("ServiceAccount", extension, of_controller, &json!({})),
             chart_object("PodDisruptionBudget", extension, of_controller, &selector),
             chart_object("Service", extension, "probe-east", &json!({})),
-            // The role is that of all controllers.
+            // All controllers share this role.
             json!({"kind": "ClusterRole", "metadata": {"name": access, "labels": {"component": "controller"}}}),
             chart_object(
                 "ClusterRoleBinding",
@@ -371,7 +371,7 @@ mod tests {
 
     #[test]
     fn a_controller_consists_of_the_objects_that_unlink_prints() {
-        let of_object = |object: &Value| {
+        let key = |object: &Value| {
             let text = |value: &Value| value.as_str().map(str::to_owned);
             let metadata = &object["metadata"];
             (
@@ -380,10 +380,7 @@ mod tests {
                 text(&metadata["name"]).unwrap(),
             )
         };
-        let mut printed: Vec<_> = controller_objects(chart_objects(), "east")
-            .iter()
-            .map(of_object)
-            .collect();
+        let mut printed: Vec<_> = controller_objects(chart_objects(), "east").iter().map(key).collect();
         let unlinked = unlink::legacy_controller("east", "linkerd-multicluster", "linkerd").into_iter();
         let mut unlinked: Vec<_> = unlinked
             .map(|(_, kind, namespace, name)| (kind.to_owned(), namespace.map(str::to_owned), name))
@@ -458,7 +455,7 @@ mod tests {
         assert_eq!(container["ports"][0]["name"], "svcmi-admin");
         let args = json!(["service-mirror", "-link-name=east", "-probe-service=probe-gateway-east"]);
         assert_eq!(container["args"], args);
-        // Names that are not those of objects of the controller stay.
+        // A field that does not name an object of the controller stays unchanged.
         assert_eq!(pod["nodeSelector"]["kubernetes.io/hostname"], "controller-east");
     }
 }

@@ -109,7 +109,7 @@ pub(crate) fn edges(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Ex
     })
 }
 
-/// The column after the namespace of the destination.
+/// Position of the column `DST_CLUSTER` of `tulle edges`, after the namespace of the destination.
 const DST_CLUSTER_COLUMN: usize = 4;
 
 /// Runs `tulle routes`.
@@ -181,8 +181,8 @@ fn namespace_suffix(query: &TelemetryQuery) -> String {
     }
 }
 
-/// Formats a table. It has a namespace column if the query covers all namespaces, or if a line is of another namespace than the
-/// query: clients can use Services in other namespaces of other clusters. `namespaces` has the namespace of each line.
+/// Formats a table. It has a namespace column if the query covers all namespaces, or if a line has another namespace than the query,
+/// because clients can use Services of other clusters in other namespaces. `namespaces` contains the namespace of each line.
 fn table_with_namespaces(
     query: &TelemetryQuery,
     mut titles: Vec<&str>,
@@ -205,16 +205,16 @@ fn table_with_namespaces(
 }
 
 /// The name of a resource, with its kind if workloads of every kind were queried.
-fn display_name(query: &TelemetryQuery, named: &api::ResourceName) -> String {
+fn display_name(query: &TelemetryQuery, resource: &api::ResourceName) -> String {
     match query.kind == "workload" {
-        true => kind_and_name(named),
-        false => named.name.clone(),
+        true => kind_and_name(resource),
+        false => resource.name.clone(),
     }
 }
 
 /// Formats kind and name, such as `deploy/web`.
-pub(super) fn kind_and_name(named: &api::ResourceName) -> String {
-    let kind = match named.kind.as_str() {
+pub(super) fn kind_and_name(resource: &api::ResourceName) -> String {
+    let kind = match resource.kind.as_str() {
         "deployment" => "deploy",
         "statefulset" => "sts",
         "daemonset" => "ds",
@@ -224,10 +224,10 @@ pub(super) fn kind_and_name(named: &api::ResourceName) -> String {
         "externalworkload" => "ew",
         "service" => "svc",
         "serviceaccount" => "sa",
-        "address" => return named.name.clone(),
+        "address" => return resource.name.clone(),
         kind => kind,
     };
-    format!("{kind}/{}", named.name)
+    format!("{kind}/{}", resource.name)
 }
 
 /// Formats an identity as `NAME.NAMESPACE`, without the suffix that all identities of the mesh share.

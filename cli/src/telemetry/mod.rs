@@ -72,11 +72,13 @@ enum TelemetryEndpoint {
 type ApiResponse = Response<UnsyncBoxBody<Bytes, Box<dyn std::error::Error + Send + Sync>>>;
 
 impl WorkloadArgs {
+    /// Selects the telemetry API, and the workloads to query.
+    ///
     /// # Errors
     /// Fails if the resource is not valid, or if there is no cluster to query.
     pub(crate) async fn query(&self, flags: &kubernetes::Flags) -> anyhow::Result<TelemetryQuery> {
         let (kind, name) = parse_selection(&self.resource)?;
-        let (endpoint, default) = match &self.control {
+        let (endpoint, default_namespace) = match &self.control {
             Some(addr) => (TelemetryEndpoint::Local(addr.clone()), None),
             None => {
                 let cluster = flags.connect().await.context(
@@ -89,7 +91,7 @@ impl WorkloadArgs {
             ("namespace", Some(name)) => Some(name.clone()),
             ("namespace", None) => None,
             _ if self.all_namespaces => None,
-            _ => self.namespace.clone().or(default),
+            _ => self.namespace.clone().or(default_namespace),
         };
         Ok(TelemetryQuery {
             endpoint,

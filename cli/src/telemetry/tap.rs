@@ -276,7 +276,7 @@ pub(crate) const EXAMPLES: &str = "\
 
 Requires permission to watch taps.telemetry.tulle.dev in the namespace.
 Proxies allow taps by the control plane unless viz.linkerd.io/disable-tap is set;
-without Kubernetes, by the identities in LINKERD2_PROXY_TAP_SVC_NAME.";
+without Kubernetes, they allow taps by the identities in LINKERD2_PROXY_TAP_SVC_NAME.";
 
 #[cfg(test)]
 pub(super) mod tests {

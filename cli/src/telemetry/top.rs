@@ -69,9 +69,11 @@ struct RequestKey {
 struct RequestStats {
     count: u64,
     succeeded: u64,
-    /// In microseconds.
+    /// Lowest latency in microseconds.
     best: i64,
+    /// Highest latency in microseconds.
     worst: i64,
+    /// Latency of the last request in microseconds.
     last: i64,
 }
 
@@ -90,7 +92,8 @@ struct PendingRequest {
 
 /// Requests without an end event.
 ///
-/// The oldest requests are dropped when there are too many: streams can last for days, and a slow tap loses end events.
+/// The oldest requests are dropped when there are too many: streams can last for days, and a slow tap loses end events. When `newer`
+/// is full, it replaces `older`.
 #[derive(Default)]
 struct PendingRequests {
     newer: BTreeMap<(String, StreamId), PendingRequest>,
@@ -279,7 +282,7 @@ mod tests {
 
     #[test]
     fn the_oldest_pending_requests_are_dropped() {
-        let mut open = PendingRequests::default();
+        let mut pending = PendingRequests::default();
         let id = |stream| ("INBOUND".to_owned(), StreamId { base: 0, stream });
         let key = |stream: u64| RequestKey {
             source: String::new(),
@@ -289,12 +292,12 @@ mod tests {
         };
         let last = 2 * MAX_PENDING_REQUESTS as u64;
         for stream in 0..=last {
-            open.begin(id(stream), key(stream));
+            pending.begin(id(stream), key(stream));
         }
-        assert!(open.newer.len() + open.older.len() <= MAX_PENDING_REQUESTS);
-        assert!(open.find(&id(0)).is_none());
+        assert!(pending.newer.len() + pending.older.len() <= MAX_PENDING_REQUESTS);
+        assert!(pending.find(&id(0)).is_none());
         for stream in [last, last - MAX_PENDING_REQUESTS as u64 / 2] {
-            let ended = open.end(&id(stream)).unwrap();
+            let ended = pending.end(&id(stream)).unwrap();
             assert_eq!(ended.key, key(stream));
         }
     }

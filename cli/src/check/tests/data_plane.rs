@@ -165,7 +165,7 @@ fn audit_findings_of_the_injector_are_reported_while_the_pods_have_no_proxy() {
     let mut snapshot = snapshot_of_shop(&[injected_namespace(), pod_without_proxy("late", json!({}), json!({}))]);
     snapshot.injection_audit = audit(&["late"]);
     assert_finding(&snapshot, Outcome::Error, &["these pods should be injected"]);
-    // The audit itself is reported only if reading it fails.
+    // An audit without findings is not reported. An audit that cannot be read is.
     let mut snapshot = snapshot_of_shop(&[]);
     snapshot.injection_audit = audit(&[]);
     assert_eq!(findings(&snapshot), []);

@@ -443,17 +443,17 @@ fn docker_needs_an_init_container_that_is_root() {
 fn certificates_that_expire_soon_cause_a_warning_and_expired_ones_fail() {
     let mut snapshot = snapshot_from_objects(Mode::Installed, &healthy_objects(&authorities(100)));
     snapshot.now += 50 * DAY as i64;
-    let ending = findings(&snapshot);
-    assert_eq!(ending.len(), 2, "{ending:#?}");
+    let expiring = findings(&snapshot);
+    assert_eq!(expiring.len(), 2, "{expiring:#?}");
     assert!(
-        ending.iter().all(|(outcome, _)| *outcome == Outcome::Warning),
-        "{ending:#?}"
+        expiring.iter().all(|(outcome, _)| *outcome == Outcome::Warning),
+        "{expiring:#?}"
     );
     assert!(
-        ending[0].1.contains("in 50 days") && ending[0].1.contains("create-anchor"),
-        "{ending:#?}"
+        expiring[0].1.contains("in 50 days") && expiring[0].1.contains("create-anchor"),
+        "{expiring:#?}"
     );
-    assert!(ending[1].1.contains("create-issuer"), "{ending:#?}");
+    assert!(expiring[1].1.contains("create-issuer"), "{expiring:#?}");
 
     snapshot.now += 51 * DAY as i64;
     let expired_findings = findings(&snapshot);
@@ -486,9 +486,9 @@ fn missing_or_invalid_credentials_end_the_check() {
     broken["data"]["crt.pem"] = base64("no certificate");
     let mut roots = trust_roots_config_map(&good);
     roots["data"] = json!({});
-    let mut kubernetes = issuer_secret(&good);
-    kubernetes["data"] = json!({
-        "tls.crt": kubernetes["data"]["crt.pem"].clone(), "tls.key": kubernetes["data"]["key.pem"].clone(),
+    let mut other_scheme = issuer_secret(&good);
+    other_scheme["data"] = json!({
+        "tls.crt": other_scheme["data"]["crt.pem"].clone(), "tls.key": other_scheme["data"]["key.pem"].clone(),
     });
     for (object, text) in [
         (without_key, "neither key.pem nor tls.key"),
@@ -497,7 +497,7 @@ fn missing_or_invalid_credentials_end_the_check() {
             "the certificate in Secret linkerd-identity-issuer cannot be used",
         ),
         (roots, "\"ca-bundle.crt\" is not in namespace linkerd"),
-        (kubernetes, "--set identity.issuer.scheme=kubernetes.io/tls"),
+        (other_scheme, "--set identity.issuer.scheme=kubernetes.io/tls"),
     ] {
         let mut objects = healthy_objects(&good);
         objects.push(object);

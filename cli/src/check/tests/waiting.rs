@@ -8,7 +8,7 @@ use kube::client::Body;
 
 use super::*;
 
-/// A cluster whose API server responds to the listing at a path with these objects.
+/// A cluster whose API server responds to each listing with the objects that `list` returns for its path.
 fn cluster(mut list: impl FnMut(&str) -> Vec<Value> + Send + 'static) -> Cluster {
     let service = tower::service_fn(move |req: Request<Body>| {
         let body = match req.uri().path() {
@@ -25,7 +25,8 @@ fn cluster(mut list: impl FnMut(&str) -> Vec<Value> + Send + 'static) -> Cluster
     }
 }
 
-/// A healthy cluster in which a pod of identity is not ready before this listing of pods.
+/// A cluster that is healthy from the listing of pods with this number, counted from 1. In earlier listings, a pod of the identity
+/// component is not ready.
 fn starting_cluster(first_ready_listing: usize) -> Cluster {
     let objects = healthy_objects(&authorities(100));
     let mut n_listings = 0;

@@ -1,4 +1,4 @@
-//! Each problem alone, and states without problems.
+//! Tests of the checks: each state has no problem, or exactly one.
 
 use std::sync::LazyLock;
 
@@ -371,7 +371,7 @@ fn the_fix_for_a_link_without_a_controller_keeps_the_gateway() {
     ] {
         state.has_gateway = has_gateway;
         let fixes = report(&state).checks.into_iter().filter_map(|check| check.hint);
-        // Of the controllers without permissions, and of the Link `north` without a controller.
+        // One fix is for the controllers without permissions, the other for the Link `north` without a controller.
         let fixes: Vec<_> = fixes.filter(|found| found.contains(fix)).collect();
         assert_eq!(fixes.len(), 2, "{fixes:?}");
     }
@@ -420,7 +420,7 @@ fn problems_that_can_end_are_checked_again() {
 }
 
 #[test]
-fn the_problem_of_a_gateway_is_why_the_metrics_of_its_controller_are_not_read() {
+fn a_gateway_whose_metrics_cannot_be_read_is_reported_with_the_cause() {
     let mut probes = Probes::default();
     let cause = "getting /metrics from port 9999 of pod a/b: no response within 10s";
     probes.failures.insert("east".to_owned(), cause.to_owned());
