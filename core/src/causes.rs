@@ -194,7 +194,7 @@ pub const ALL: &[Cause] = &[
         "connect-refused",
         Responsible::Server,
         "502, UNAVAILABLE; an opaque connection is reset",
-        "No process listens at the address, or the network reports that it is unreachable. A byte stream to the application of this pod is refused after half a second, in case the application is about to listen.",
+        "No process listens at the address, or the network reports that it is unreachable. The client's proxy has tried other endpoints, up to three, or as many as could be dialled within a second if all of them refused. A byte stream to the application of this pod is refused after half a second, in case the application is about to listen.",
         "Check that the application runs and listens on the port and address that its pod or Service names (`ss -ltn` in the pod), and that its readiness probe is correct.",
     ),
     cause(

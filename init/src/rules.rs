@@ -133,10 +133,7 @@ pub fn build_rules(options: &Options) -> Rules {
     let mut list = Vec::new();
     list.extend(inbound_rules(options));
     list.extend(outbound_rules(options));
-    let new_inbound = match options.scope {
-        Scope::Local => vec![Match::NewConnection, Match::ToLocalAddress],
-        Scope::All => vec![Match::NewConnection],
-    };
+    let new_inbound = new_inbound(options);
     if options.inbound_mode == InboundMode::Redirect {
         list.push(base_chain_rule(
             options,
@@ -265,6 +262,14 @@ fn inbound_rules(options: &Options) -> Vec<Rule> {
     list
 }
 
+/// The matches of the first packet of an inbound connection.
+fn new_inbound(options: &Options) -> Vec<Match> {
+    match options.scope {
+        Scope::Local => vec![Match::NewConnection, Match::ToLocalAddress],
+        Scope::All => vec![Match::NewConnection],
+    }
+}
+
 /// Drops inbound IPv6 connections to every port that would be redirected, except loopback and skipped ports and networks.
 fn unredirected_ipv6_rules(options: &Options) -> Vec<Rule> {
     let chain = Chain::UnredirectedInbound;
@@ -283,7 +288,7 @@ fn unredirected_ipv6_rules(options: &Options) -> Vec<Rule> {
     let hook = Chain::UnredirectedPrerouting;
     list.push(rule(hook, Match::InputInterfaceLo, Action::Return, "ignore-loopback"));
     list.push(Rule {
-        matches: vec![Match::NewConnection, Match::ToLocalAddress],
+        matches: new_inbound(options),
         ..rule(
             hook,
             Match::NewConnection,

@@ -15,7 +15,7 @@ use tulle_proto::outbound::{TrafficSpec, traffic_spec::Target};
 use super::context::{QueryContext, format_response, status_error};
 use super::json;
 use crate::config;
-use crate::kubernetes::resource::{Kind, ResourceRef};
+use crate::kubernetes::resource::{self, Kind, ResourceRef};
 
 #[derive(clap::Args, Clone, Debug)]
 pub(super) struct Args {
@@ -57,7 +57,8 @@ pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyh
                 let pod = pods
                     .first()
                     .with_context(|| format!("{resource} of namespace {namespace} has no pods"))?;
-                query_inbound(query_context, &format!("{namespace}/{}", pod.name_any()), port).await
+                let pod_namespace = resource::namespace(pod);
+                query_inbound(query_context, &format!("{pod_namespace}/{}", pod.name_any()), port).await
             }
             // If the first part is not a resource type, it is a namespace.
             Err(_) => query_inbound(query_context, resource, port).await,

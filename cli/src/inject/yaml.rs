@@ -25,7 +25,7 @@ pub(super) fn documents(text: &str) -> anyhow::Result<Vec<Document<'_>>> {
         let value: serde_yaml_ng::Value =
             serde_yaml_ng::from_str(text).with_context(|| format!("reading document {number}"))?;
         let mut value = serde_json::to_value(value).with_context(|| format!("reading document {number}"))?;
-        convert_yaml_1_1_octals(&mut value);
+        convert_yaml_1_1_octals(&mut value, false);
         documents.push(Document { text, value });
     }
     Ok(documents)
@@ -52,24 +52,35 @@ fn split_documents(text: &str) -> Vec<&str> {
     documents.into_iter().filter(has_content).collect()
 }
 
-/// Converts file modes with a leading zero, such as `0644`, to numbers, because `serde_yaml_ng` parses them as strings.
-fn convert_yaml_1_1_octals(value: &mut Value) {
+/// Converts file modes with a leading zero in volumes, such as `0644`, to numbers, because `serde_yaml_ng` parses them as strings.
+/// `is_volume` is whether the value is part of a list of volumes.
+fn convert_yaml_1_1_octals(value: &mut Value, is_volume: bool) {
     match value {
         Value::Object(map) => {
-            for (key, value) in map {
+            for (key, value) in map
+                .iter_mut()
+                .filter(|(key, _)| !TEXTS_BY_ANY_KEY.contains(&key.as_str()))
+            {
                 let octal = value
                     .as_str()
-                    .filter(|_| matches!(key.as_str(), "mode" | "defaultMode"));
+                    .filter(|_| is_volume && matches!(key.as_str(), "mode" | "defaultMode"));
                 match octal.and_then(|text| u32::from_str_radix(text.strip_prefix('0')?, 8).ok()) {
                     Some(mode) => *value = mode.into(),
-                    None => convert_yaml_1_1_octals(value),
+                    None => convert_yaml_1_1_octals(value, is_volume || key == "volumes"),
                 }
             }
         }
-        Value::Array(list) => list.iter_mut().for_each(convert_yaml_1_1_octals),
+        Value::Array(list) => {
+            for value in list {
+                convert_yaml_1_1_octals(value, is_volume);
+            }
+        }
         _ => {}
     }
 }
+
+/// Fields of volumes whose keys users choose, and whose values are texts.
+const TEXTS_BY_ANY_KEY: [&str; 4] = ["annotations", "labels", "options", "volumeAttributes"];
 
 /// Formats a value as a YAML document that ends with a line break.
 pub(super) fn to_yaml(value: &Value) -> String {
@@ -214,12 +225,16 @@ mod tests {
 
     #[test]
     fn file_modes_are_octal_and_other_texts_are_unchanged() {
-        let yaml = "volumes: [{secret: {defaultMode: 0644, items: [{mode: 0400}]}}]\nid: '0644'\nmode: '9'\n";
+        let yaml = "volumes: [{secret: {defaultMode: 0644, items: [{mode: 0400}]}}, {csi: {volumeAttributes: {mode: '0755'}}}]\n\
+                    metadata: {annotations: {mode: '0644'}}\ndata: {mode: '0755'}\nid: '0644'\nmode: '9'\n";
         let value = documents(yaml).unwrap().remove(0).value;
-        assert_eq!(
-            value,
-            json!({"volumes": [{"secret": {"defaultMode": 420, "items": [{"mode": 256}]}}], "id": "0644", "mode": "9"})
-        );
+        let secret = json!({"secret": {"defaultMode": 420, "items": [{"mode": 256}]}});
+        let csi = json!({"csi": {"volumeAttributes": {"mode": "0755"}}});
+        let expected = json!({
+            "volumes": [secret, csi], "metadata": {"annotations": {"mode": "0644"}}, "data": {"mode": "0755"},
+            "id": "0644", "mode": "9",
+        });
+        assert_eq!(value, expected);
     }
 
     #[test]

@@ -357,6 +357,16 @@ fn forwarded_traffic_is_redirected_only_with_scope_all() {
             fixture.apply(backend, &["--inbound-scope", "all"]);
             expect(&inner, ROOT, (family.peer, 9000), "inbound", backend);
         }
+        let [v4, v6] = families();
+        fixture.apply(backend, &["--inbound-scope", "all", "--ipv6=false"]);
+        expect(&inner, ROOT, (v4.peer, 9000), "inbound", backend);
+        let dial = || TcpStream::connect_timeout(&(v6.peer, 9000).into(), Duration::from_millis(300));
+        let error = inner.run(dial).unwrap().unwrap_err();
+        assert_eq!(
+            error.kind(),
+            io::ErrorKind::TimedOut,
+            "forwarded IPv6 is dropped: {backend}"
+        );
     }
 }
 
