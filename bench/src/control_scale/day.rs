@@ -14,9 +14,10 @@ use tokio::sync::{Mutex, Semaphore};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
+use super::cluster;
 use super::cluster::{Cluster, Endpoint, EndpointCondition, N_NODES, Pod};
 use super::subscribers::{ReceivedState, Subscription};
-use super::{cluster, liveness};
+use crate::scale::liveness;
 
 /// Number of Services whose pods are never replaced, and whose inbound policies have subscribers.
 const STABLE_SERVICES: usize = 20;

@@ -7,9 +7,7 @@
 #![allow(clippy::print_stdout)] // the command prints its results
 
 mod cluster;
-mod control_plane;
 mod day;
-mod liveness;
 mod servers;
 mod streams;
 mod subscribers;
@@ -26,12 +24,12 @@ use tulle_control::tls::anchors::TrustAnchors;
 use tulle_core::names::variable;
 
 use crate::control_scale::cluster::{Cluster, ObjectCounts, ROLLOUT_SERVICE, RolloutSlice};
-use crate::control_scale::control_plane::{ControlPlane, PORTS, Ports, cpu_without_probes};
 use crate::control_scale::day::Day;
-use crate::control_scale::liveness::LivenessProbes;
 use crate::control_scale::streams::{Address, ClientCounts, Streams};
 use crate::control_scale::subscribers::Subscribers;
 use crate::run::process::Process;
+use crate::scale::control_plane::{ControlPlane, PORTS, Ports, cpu_without_probes};
+use crate::scale::liveness::LivenessProbes;
 use crate::scale::{MEMORY_SETTLE_DELAY, megabytes, millis};
 
 /// Numbers of objects, clients and changes.

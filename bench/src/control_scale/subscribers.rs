@@ -21,7 +21,7 @@ use tulle_proto::outbound::{OutboundPolicy, TrafficSpec, traffic_spec};
 
 use super::cluster;
 use super::cluster::Pod;
-use super::control_plane::Ports;
+use crate::scale::control_plane::Ports;
 
 /// A subscription, such as a proxy has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -8,35 +8,35 @@ use anyhow::Context as _;
 use tokio::time::{Instant, sleep};
 use tulle_control::trust::{self, CertificateAuthority};
 
+use super::control_program;
 use super::liveness::{self, LivenessProbes};
 use crate::run::process::Process;
-use crate::scale::control_program;
 
 /// The configuration of a control plane process.
-pub(super) struct ControlPlane<'a> {
-    pub(super) kubeconfig: &'a Path,
+pub(crate) struct ControlPlane<'a> {
+    pub(crate) kubeconfig: &'a Path,
     /// The tulle-control binary. `None` is the one in the directory of this program.
-    pub(super) program: Option<&'a Path>,
-    pub(super) runs_policy_service: bool,
+    pub(crate) program: Option<&'a Path>,
+    pub(crate) runs_policy_service: bool,
 }
 
 /// CPU time without the thread of the admin server, which responds to fifty liveness probes of this measurement per second.
-pub(super) fn cpu_without_probes(process: &Process) -> anyhow::Result<Duration> {
+pub(crate) fn cpu_without_probes(process: &Process) -> anyhow::Result<Duration> {
     process.cpu_time_without_thread("admin")
 }
 
 /// The ports of a control plane.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Ports {
-    pub(super) destination: u16,
-    pub(super) policy: u16,
-    pub(super) metrics: u16,
+pub(crate) struct Ports {
+    pub(crate) destination: u16,
+    pub(crate) policy: u16,
+    pub(crate) metrics: u16,
 }
 
 impl ControlPlane<'_> {
     /// Starts the process and waits until it is ready. Its trust anchors are `<dir>/anchors.pem`. Also returns the duration
     /// of the slowest liveness probe.
-    pub(super) async fn start(&self, dir: &Path, ports: Ports) -> anyhow::Result<(Process, Duration)> {
+    pub(crate) async fn start(&self, dir: &Path, ports: Ports) -> anyhow::Result<(Process, Duration)> {
         let write = |name: &str, text: &str| {
             let path = dir.join(name);
             std::fs::create_dir_all(path.parent().expect("the path has a directory")).context("making a directory")?;
@@ -88,7 +88,7 @@ async fn wait_until_ready(ports: Ports) -> anyhow::Result<Duration> {
     anyhow::bail!("the control plane is not ready after {READY_TIMEOUT:?}")
 }
 
-pub(super) const PORTS: Ports = Ports {
+pub(crate) const PORTS: Ports = Ports {
     destination: 18086,
     policy: 18090,
     metrics: 19996,

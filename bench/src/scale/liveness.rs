@@ -13,13 +13,13 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout};
 
 /// Probes of `/live` on a thread of their own, because the runtime of the clients is as busy as the control plane.
-pub(super) struct LivenessProbes {
+pub(crate) struct LivenessProbes {
     end: oneshot::Sender<()>,
     probes: JoinHandle<anyhow::Result<Duration>>,
 }
 
 impl LivenessProbes {
-    pub(super) fn start(port: u16) -> Self {
+    pub(crate) fn start(port: u16) -> Self {
         let (end, mut ended) = oneshot::channel();
         let probing = async move {
             let mut slowest = Duration::ZERO;
@@ -42,7 +42,7 @@ impl LivenessProbes {
     }
 
     /// Ends the probes. Returns the duration of the slowest probe.
-    pub(super) async fn finish(self) -> anyhow::Result<Duration> {
+    pub(crate) async fn finish(self) -> anyhow::Result<Duration> {
         // If the send fails, the probes have ended, and their result contains the reason.
         let _ = self.end.send(());
         let joining = spawn_blocking(|| self.probes.join())
@@ -53,12 +53,12 @@ impl LivenessProbes {
 }
 
 /// The status code of a response of the admin server.
-pub(super) async fn fetch_status(port: u16, path: &str) -> anyhow::Result<u16> {
+pub(crate) async fn fetch_status(port: u16, path: &str) -> anyhow::Result<u16> {
     Ok(fetch(port, path).await?.0)
 }
 
 /// The status code and the text of a response of the admin server.
-pub(super) async fn fetch(port: u16, path: &str) -> anyhow::Result<(u16, String)> {
+pub(crate) async fn fetch(port: u16, path: &str) -> anyhow::Result<(u16, String)> {
     let exchange = async {
         let mut tcp = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await?;
         let request = format!("GET {path} HTTP/1.1\r\nhost: control\r\nconnection: close\r\n\r\n");

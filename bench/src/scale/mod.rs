@@ -1,4 +1,7 @@
-//! What the scale tests share: requests to an API server, the program that is measured, and units.
+//! What the scale tests share: requests to an API server, the program that is measured, its probes, and units.
+
+pub(crate) mod control_plane;
+pub(crate) mod liveness;
 
 use std::io;
 use std::path::{Path, PathBuf};
