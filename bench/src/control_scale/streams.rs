@@ -18,7 +18,9 @@ use tulle_control::tls::anchors::TrustAnchors;
 use tulle_control::tls::client::{self, TlsServer};
 use tulle_core::addr::Addr;
 use tulle_proto::destination::destination_client::DestinationClient;
-use tulle_proto::destination::{GetDestination, Update, update};
+use tulle_proto::destination::{Update, update};
+
+use crate::scale::destination::ClientPod;
 
 /// The address that one change writes. It is unique to that change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -189,17 +191,14 @@ async fn open_client(
     let channel = client::connect(&peer, None)
         .await
         .context("connecting to destination")?;
+    let pod = ClientPod {
+        name: &format!("client-{client}"),
+        node: client % 100,
+    };
     let mut opening = JoinSet::new();
     for service in services {
         let mut destination = DestinationClient::new(channel.clone());
-        let request = GetDestination {
-            path: format!("{service}.scale.svc.cluster.local:80"),
-            context_token: format!(
-                r#"{{"ns":"scale","nodeName":"node-{}","pod":"client-{client}"}}"#,
-                client % 100
-            ),
-            ..GetDestination::default()
-        };
+        let request = pod.request(&service);
         opening.spawn(async move {
             let mut stream = destination.get(request).await?.into_inner();
             stream.message().await?;

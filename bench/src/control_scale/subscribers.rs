@@ -1,19 +1,18 @@
 //! Subscribers of the control plane, with the states that they have received. Loads compare these states, and measure their delays.
 
 use std::collections::BTreeMap;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::bail;
 use futures_util::{Stream, StreamExt as _};
 use parking_lot::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
-use tulle_control::tls::client::{self, Channel};
-use tulle_core::addr::Addr;
+use tulle_control::tls::client::Channel;
 use tulle_proto::destination::destination_client::DestinationClient;
-use tulle_proto::destination::{DestinationProfile, GetDestination, Update, WeightedAddr, update};
+use tulle_proto::destination::{DestinationProfile, WeightedAddr};
 use tulle_proto::inbound::inbound_server_policies_client::InboundServerPoliciesClient;
 use tulle_proto::inbound::{PortSpec, Server};
 use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
@@ -22,6 +21,7 @@ use tulle_proto::outbound::{OutboundPolicy, TrafficSpec, traffic_spec};
 use super::cluster;
 use super::cluster::Pod;
 use crate::scale::control_plane::Ports;
+use crate::scale::destination::{self, ClientPod, STREAMS_PER_CONNECTION};
 
 /// A subscription, such as a proxy has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -73,13 +73,9 @@ impl Subscribers {
         let received = Arc::new(Mutex::new(Received::default()));
         let mut tasks = JoinSet::new();
         for subscriptions in subscriptions.chunks(STREAMS_PER_CONNECTION) {
-            let connect = async |port| {
-                let addr = Addr::Socket(SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
-                client::connect_plaintext(&addr).await.context("connecting")
-            };
             let channels = Channels {
-                destination: connect(ports.destination).await?,
-                policy: connect(ports.policy).await?,
+                destination: destination::connect(ports.destination).await?,
+                policy: destination::connect(ports.policy).await?,
             };
             for &subscription in subscriptions {
                 let (channels, received) = (channels.clone(), received.clone());
@@ -171,25 +167,20 @@ struct Channels {
 impl Channels {
     /// Opens a stream and stores its state until it ends.
     async fn follow(&self, subscription: Subscription, received: &Mutex<Received>) -> Result<(), tonic::Status> {
-        let authority = |service| format!("{}.scale.svc.cluster.local:80", cluster::service_name(service));
-        let request = |service, node: usize| GetDestination {
-            path: authority(service),
-            context_token: format!(r#"{{"ns":"scale","nodeName":"node-{node}","pod":"client"}}"#),
-            ..GetDestination::default()
-        };
-        let mut destination = DestinationClient::new(self.destination.clone());
+        let request = |service, node| ClientPod { name: "client", node }.request(&cluster::service_name(service));
+        let mut client = DestinationClient::new(self.destination.clone());
         match subscription {
             Subscription::Endpoints { service, node } => {
-                let updates = destination.get(request(service, node)).await?.into_inner();
+                let updates = client.get(request(service, node)).await?.into_inner();
                 let mut endpoints = BTreeMap::new();
                 store_states(subscription, received, updates, |update| {
-                    apply_update(&mut endpoints, update);
+                    destination::apply_update(&mut endpoints, update);
                     ReceivedState::Endpoints(endpoints.clone())
                 })
                 .await
             }
             Subscription::Profile { service } => {
-                let profiles = destination.get_profile(request(service, 0)).await?.into_inner();
+                let profiles = client.get_profile(request(service, 0)).await?.into_inner();
                 store_states(subscription, received, profiles, |profile| {
                     ReceivedState::Profile(Box::new(profile))
                 })
@@ -198,7 +189,9 @@ impl Channels {
             Subscription::OutboundPolicy { service } => {
                 let request = TrafficSpec {
                     source_workload: r#"{"ns":"scale","pod":"client"}"#.to_owned(),
-                    target: Some(traffic_spec::Target::Authority(authority(service))),
+                    target: Some(traffic_spec::Target::Authority(destination::authority(
+                        &cluster::service_name(service),
+                    ))),
                 };
                 let mut policies = OutboundPoliciesClient::new(self.policy.clone());
                 let policies = policies.watch(request).await?.into_inner();
@@ -240,26 +233,6 @@ async fn store_states<M>(
     Ok(())
 }
 
-fn apply_update(endpoints: &mut BTreeMap<SocketAddr, WeightedAddr>, update: Update) {
-    match update.update {
-        Some(update::Update::Add(set)) => {
-            for endpoint in set.addrs {
-                if let Some(addr) = endpoint.addr.and_then(|addr| SocketAddr::try_from(addr).ok()) {
-                    endpoints.insert(addr, endpoint);
-                }
-            }
-        }
-        Some(update::Update::Remove(set)) => {
-            for addr in set.addrs.into_iter().filter_map(|addr| SocketAddr::try_from(addr).ok()) {
-                endpoints.remove(&addr);
-            }
-        }
-        Some(update::Update::NoEndpoints(_)) => endpoints.clear(),
-        None => {}
-    }
-}
-
-const STREAMS_PER_CONNECTION: usize = 50;
 const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 const UPDATE_TIMEOUT: Duration = Duration::from_secs(30);
 const QUIET_TIME: Duration = Duration::from_secs(2);

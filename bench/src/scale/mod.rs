@@ -1,6 +1,7 @@
-//! What the scale tests share: requests to an API server, the program that is measured, its probes, and units.
+//! What the scale tests share: requests to an API server, the program that is measured, its clients and probes, and units.
 
 pub(crate) mod control_plane;
+pub(crate) mod destination;
 pub(crate) mod liveness;
 
 use std::io;
