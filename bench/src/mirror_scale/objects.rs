@@ -11,13 +11,24 @@ use k8s_openapi::ByteString;
 use kube::config::Kubeconfig;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep_until};
-use tulle_core::names::label;
+use tulle_control::kubernetes::remote_credentials::secret_name;
+use tulle_core::names::{annotation, label};
 
 use crate::scale::{ApiClient, run_concurrently};
+
+/// How clients reach the endpoints of a mirror.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// Through the gateway, whose address is in the Endpoints of the mirror.
+    Gateway,
+    /// Directly. The destination service reads the endpoints from the other API server.
+    Flat,
+}
 
 /// The exported Services on the remote API server.
 pub(super) struct ExportedServices {
     pub(super) client: ApiClient,
+    pub(super) mode: Mode,
     pub(super) n_services: usize,
     /// Endpoints of each Service.
     pub(super) n_endpoints: usize,
@@ -34,13 +45,23 @@ impl Change {
     }
 }
 
+impl Mode {
+    /// The value of the label of exported Services.
+    fn exported(self) -> &'static str {
+        match self {
+            Self::Gateway => "true",
+            Self::Flat => "remote-discovery",
+        }
+    }
+}
+
 impl ExportedServices {
     pub(super) async fn create(&self) -> anyhow::Result<()> {
         apply(&self.client, "/api/v1", "namespaces", namespace(NAMESPACE)).await?;
         let objects = (0..self.n_services).map(|n| {
             let slice = slice(n, n * self.n_endpoints..(n + 1) * self.n_endpoints);
             [
-                (IN_NAMESPACE, "services", service(n, PORT)),
+                (IN_NAMESPACE, "services", self.service(n, PORT)),
                 (SLICES_IN_NAMESPACE, "endpointslices", slice),
             ]
         });
@@ -58,39 +79,67 @@ impl ExportedServices {
             let (change, written_at) = (Change(n), Instant::now());
             match change.empties_endpoints() {
                 true => apply(&self.client, SLICES_IN_NAMESPACE, "endpointslices", slice(n, 0..0)).await?,
-                false => apply(&self.client, IN_NAMESPACE, "services", service(n, OTHER_PORT)).await?,
+                false => apply(&self.client, IN_NAMESPACE, "services", self.service(n, OTHER_PORT)).await?,
             }
             anyhow::Ok((change, written_at))
         });
         try_join_all(writes).await
     }
+
+    fn service(&self, n: usize, port: u64) -> Value {
+        json!({
+            "apiVersion": "v1", "kind": "Service",
+            "metadata": {"name": service_name(n), "labels": {label::EXPORTED: self.mode.exported()}},
+            "spec": {"ports": [{"name": "http", "port": port, "targetPort": 8080}]},
+        })
+    }
 }
 
-/// Creates the Link, the Secret with access to the other API server, and the namespace of the mirrors.
-pub(super) async fn create_link(local: &ApiClient, remote_kubeconfig: &Path) -> anyhow::Result<()> {
-    for name in [NAMESPACE, LINK_NAMESPACE] {
-        apply(local, "/api/v1", "namespaces", namespace(name)).await?;
+/// Creates the Link, the Secrets with access to the other API server, and the namespace of the mirrors.
+pub(super) async fn create_link(local: &ApiClient, remote_kubeconfig: &Path, mode: Mode) -> anyhow::Result<()> {
+    apply(local, "/api/v1", "namespaces", namespace(NAMESPACE)).await?;
+    let kubeconfig = ByteString(inline_files(remote_kubeconfig)?);
+    let credentials = secret_name(CLUSTER);
+    let secret = |metadata: Value| {
+        json!({
+            "apiVersion": "v1", "kind": "Secret", "type": "mirror.linkerd.io/remote-kubeconfig",
+            "metadata": metadata, "data": {"kubeconfig": kubeconfig},
+        })
+    };
+    create_secret(local, LINK_NAMESPACE, secret(json!({"name": credentials}))).await?;
+    if mode == Mode::Flat {
+        let metadata = json!({
+            "name": credentials,
+            "labels": {label::CREDENTIALS_OF_CLUSTER: CLUSTER},
+            "annotations": {annotation::TRUST_DOMAIN: DOMAIN, annotation::CLUSTER_DOMAIN: DOMAIN},
+        });
+        create_secret(local, CONTROL_PLANE_NAMESPACE, secret(metadata)).await?;
     }
-    let in_link_namespace = format!("/api/v1/namespaces/{LINK_NAMESPACE}");
-    let credentials = "cluster-credentials-east";
-    let secret = json!({
-        "apiVersion": "v1", "kind": "Secret", "type": "mirror.linkerd.io/remote-kubeconfig",
-        "metadata": {"name": credentials},
-        "data": {"kubeconfig": ByteString(inline_files(remote_kubeconfig)?)},
+    let mut spec = json!({
+        "targetClusterName": CLUSTER, "targetClusterDomain": DOMAIN, "clusterCredentialsSecret": credentials,
     });
-    apply(local, &in_link_namespace, "secrets", secret).await?;
+    let selector = json!({"matchLabels": {label::EXPORTED: mode.exported()}});
+    match mode {
+        Mode::Gateway => {
+            spec["gatewayAddress"] = json!("192.0.2.7");
+            spec["gatewayPort"] = json!("4143");
+            spec["gatewayIdentity"] = json!("gateway.east");
+            spec["selector"] = selector;
+        }
+        Mode::Flat => spec["remoteDiscoverySelector"] = selector,
+    }
     let link = json!({
         "apiVersion": "multicluster.linkerd.io/v1alpha3", "kind": "Link",
-        "metadata": {"name": "east"},
-        "spec": {
-            "targetClusterName": "east", "targetClusterDomain": "cluster.local",
-            "clusterCredentialsSecret": credentials,
-            "gatewayAddress": "192.0.2.7", "gatewayPort": "4143", "gatewayIdentity": "gateway.east",
-            "selector": {"matchLabels": {label::EXPORTED: "true"}},
-        },
+        "metadata": {"name": CLUSTER}, "spec": spec,
     });
-    let in_link_namespace = format!("/apis/multicluster.linkerd.io/v1alpha3/namespaces/{LINK_NAMESPACE}");
-    apply(local, &in_link_namespace, "links", link).await
+    let in_namespace = format!("/apis/multicluster.linkerd.io/v1alpha3/namespaces/{LINK_NAMESPACE}");
+    apply(local, &in_namespace, "links", link).await
+}
+
+/// Creates a Secret and its namespace.
+async fn create_secret(local: &ApiClient, in_namespace: &str, secret: Value) -> anyhow::Result<()> {
+    apply(local, "/api/v1", "namespaces", namespace(in_namespace)).await?;
+    apply(local, &format!("/api/v1/namespaces/{in_namespace}"), "secrets", secret).await
 }
 
 /// The kubeconfig, with the contents of the files that it names.
@@ -126,14 +175,6 @@ fn namespace(name: &str) -> Value {
     json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
 }
 
-fn service(n: usize, port: u64) -> Value {
-    json!({
-        "apiVersion": "v1", "kind": "Service",
-        "metadata": {"name": service_name(n), "labels": {label::EXPORTED: "true"}},
-        "spec": {"ports": [{"name": "http", "port": port, "targetPort": 8080}]},
-    })
-}
-
 /// The EndpointSlice of a Service, with the addresses of these pods.
 fn slice(service: usize, pods: Range<usize>) -> Value {
     let service = service_name(service);
@@ -152,15 +193,27 @@ fn service_name(n: usize) -> String {
     format!("svc-{n}")
 }
 
+/// The name of the mirror of the n-th Service.
+pub(super) fn mirror_name(n: usize) -> String {
+    format!("{}-{CLUSTER}", service_name(n))
+}
+
 /// The number of the Service with a mirror of this name; `None` if it is no mirror.
 pub(super) fn mirrored_service(name: &str) -> Option<usize> {
-    name.strip_prefix("svc-")?.strip_suffix("-east")?.parse().ok()
+    let service = name.strip_suffix(CLUSTER)?.strip_suffix('-')?;
+    service.strip_prefix("svc-")?.parse().ok()
 }
 
 const NAMESPACE: &str = "scale";
 pub(super) const IN_NAMESPACE: &str = "/api/v1/namespaces/scale";
 const SLICES_IN_NAMESPACE: &str = "/apis/discovery.k8s.io/v1/namespaces/scale";
 pub(super) const LINK_NAMESPACE: &str = "linkerd-multicluster";
+/// The default of the destination service.
+const CONTROL_PLANE_NAMESPACE: &str = "linkerd";
+/// The name of the cluster with the exported Services. It is also that of the Link.
+pub(super) const CLUSTER: &str = "east";
+/// The domain of both clusters, which is the default of the destination service.
+const DOMAIN: &str = "cluster.local";
 const PORT: u64 = 80;
 /// The port that a change gives to a Service.
 pub(super) const OTHER_PORT: u64 = 81;
